@@ -1,0 +1,160 @@
+"""The one pass over the tokens behind every quantity of the model, in the layout of its GEMMs.
+
+Everything here works on a block of samples with the tokens as rows, (b, T, m), so that projecting
+tokens on heads is one matrix product (bT, d) x (d, m). Nothing is written in place, hence the
+functions run under ``torch.func``. Arguments are taken as they are: the public modules check them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attention_dynamics.validation import (
+    require_finite,
+    require_floating,
+    require_mask,
+    require_shape,
+    working_dtype,
+)
+
+Query = Tensor | Literal["last"]
+"""A fixed query (d,), one query a sample (n, d), or ``"last"``: the last valid token."""
+
+# Three to four arrays of this many elements stay in the second-level cache of a CPU core. An
+# accelerator prefers few large kernels.
+_CPU_BLOCK = 2**18
+_ACCELERATOR_BLOCK = 2**25
+
+
+class Inputs(NamedTuple):
+    """Checked tokens (n, T, d), query (d,) or (n, d) and mask (n, T) or None, in one dtype."""
+
+    tokens: Tensor
+    query: Tensor
+    mask: Tensor | None
+
+    def rows(self, block: slice) -> Inputs:
+        """The samples of one block."""
+        query = self.query if self.query.ndim == 1 else self.query[block]
+        return Inputs(self.tokens[block], query, None if self.mask is None else self.mask[block])
+
+
+class Attended(NamedTuple):
+    """Weights alpha (b, T, m), projections s_t = U.x_t (b, T, m), and s = sum alpha s_t (b, m)."""
+
+    alpha: Tensor
+    projections: Tensor
+    s: Tensor
+
+
+def require_tokens(tokens: Tensor, dimension: int | None = None) -> None:
+    """Check the shape and dtype of tokens, and recognise the (n, d, T) layout."""
+    columns = isinstance(tokens, Tensor) and tokens.ndim == 3 and tokens.shape[1] == dimension
+    require_shape(
+        "tokens",
+        tokens,
+        ("n", "T", "d"),
+        None if dimension is None else {"d": dimension},
+        remedy=(
+            "this looks like (n, d, T): convert it with from_column_layout"
+            if columns
+            else "the last axis holds the coordinates and must match U and W; if your array is "
+            "(n, d, T), convert it with from_column_layout"
+        ),
+    )
+    if 0 in tokens.shape:
+        raise ValueError(
+            f"tokens: expected at least one sample, token and coordinate, "
+            f"got shape {tuple(tokens.shape)}; drop the empty batch before the call"
+        )
+    require_floating("tokens", tokens)
+
+
+def prepare(
+    tokens: Tensor, query: Query, mask: Tensor | None, *, dimension: int, validate: bool = True
+) -> Inputs:
+    """Bring the inputs to their working form: padding zeroed, "last" resolved, half to float32.
+
+    Padding is zeroed because 0 weight times a NaN left in it would be NaN. ``validate=False`` skips
+    every check, for callers that made them already.
+    """
+    if validate:
+        require_tokens(tokens, dimension)
+        if mask is not None:
+            require_mask(mask, tokens.shape[0], tokens.shape[1])
+    if mask is not None:
+        tokens = tokens.masked_fill(~mask[..., None], 0)
+    if validate:
+        require_finite("tokens", tokens)
+    tokens = tokens.to(working_dtype(tokens.dtype))
+    return Inputs(tokens, query_vectors(tokens, query, mask, validate=validate), mask)
+
+
+def query_vectors(
+    tokens: Tensor, query: Query, mask: Tensor | None, *, validate: bool = True
+) -> Tensor:
+    """The query in the dtype of the tokens: (d,) if fixed, (n, d) if it depends on the sample."""
+    if isinstance(query, str):
+        if query != "last":
+            raise ValueError(f"query: expected a tensor of shape (d,) or 'last', got {query!r}")
+        if mask is None:
+            return tokens[:, -1]
+        positions = torch.arange(mask.shape[-1], device=mask.device)
+        last = torch.where(mask, positions, -1).amax(dim=-1).clamp_min(0)
+        index = last[:, None, None].expand(-1, 1, tokens.shape[-1])
+        return tokens.gather(1, index).squeeze(1)
+    if validate:
+        samples, _, dimension = tokens.shape
+        symbols = ("n", "d") if isinstance(query, Tensor) and query.ndim == 2 else ("d",)
+        require_shape("query", query, symbols, {"n": samples, "d": dimension})
+        require_floating("query", query, tokens.dtype)
+        require_finite("query", query)
+    return query.to(tokens.dtype)
+
+
+def blocks(tokens: Tensor, heads: int, chunk: int | None) -> Iterator[slice]:
+    """Slices of samples: about 2^18 elements b T m (2^25 off the CPU), or ``chunk`` samples."""
+    samples, length, _ = tokens.shape
+    if chunk is None:
+        elements = _CPU_BLOCK if tokens.device.type == "cpu" else _ACCELERATOR_BLOCK
+        chunk = max(1, elements // (length * heads))
+    for start in range(0, samples, chunk):
+        yield slice(start, start + chunk)
+
+
+def head_queries(W: Tensor, query: Tensor, scale: float) -> Tensor:
+    """Return scale W q: (m, d) for a fixed query (d,), (b, m, d) for queries (b, d)."""
+    heads, dimension, _ = W.shape
+    flat = W.reshape(heads * dimension, dimension)
+    if query.ndim == 1:
+        return (flat @ query).reshape(heads, dimension) * scale
+    return (query @ flat.mT).reshape(-1, heads, dimension) * scale
+
+
+def project(tokens: Tensor, directions: Tensor) -> Tensor:
+    """Inner products x_t . p_i, (b, T, m), for directions (m, d) or (b, m, d)."""
+    return tokens @ directions.mT
+
+
+def softmax(logits: Tensor, mask: Tensor | None) -> Tensor:
+    """Weights over the token axis of (b, T, m); the maximum is subtracted after masking."""
+    if mask is not None:
+        logits = logits.masked_fill(~mask[..., None], -torch.inf)
+    return torch.softmax(logits, dim=1)
+
+
+def attend(inputs: Inputs, U: Tensor, W: Tensor, scale: float) -> Attended:
+    """Attention weights and value projections of one block: all that f and its gradients need."""
+    logits = project(inputs.tokens, head_queries(W, inputs.query, scale))
+    alpha = softmax(logits, inputs.mask)
+    projections = project(inputs.tokens, U)
+    return Attended(alpha, projections, (alpha * projections).sum(dim=1))
+
+
+def average(weights: Tensor, tokens: Tensor) -> Tensor:
+    """Return sum_t w_t x_t, (b, m, d), for weights (b, T, m)."""
+    return weights.mT @ tokens
