@@ -1,0 +1,24 @@
+r"""Running experiments: resumable sweeps over (configuration, seed), and the store of their cells.
+
+This subpackage knows an experiment only by its shape (:class:`running.shape.Experiment`): it
+imports neither models nor theory, so that any module of that shape can be swept.
+"""
+
+from attention_dynamics.running.manifest import read_manifest
+from attention_dynamics.running.shape import Cell, Experiment, cells_of, rows_of
+from attention_dynamics.running.store import ForeignResults, Store, read_results
+from attention_dynamics.running.sweep import CellFailed, process_pool, sweep
+
+__all__ = [
+    "Cell",
+    "CellFailed",
+    "Experiment",
+    "ForeignResults",
+    "Store",
+    "cells_of",
+    "process_pool",
+    "read_manifest",
+    "read_results",
+    "rows_of",
+    "sweep",
+]
