@@ -63,7 +63,9 @@ def run_notebooks(book: Book, pages: list[str], workers: int) -> dict[str, float
     command += [f"--junitxml={report}"]
     if min(workers, len(pages)) > 1:
         command += ["-n", str(min(workers, len(pages)))]
-    subprocess.run([*command, *notebooks], cwd=folder, env=kernel_environment(book.root), check=False)
+    subprocess.run(
+        [*command, *notebooks], cwd=folder, env=kernel_environment(book.root), check=False
+    )
     if not report.is_file():
         raise BookError("the chapters could not be executed: pytest stopped before running them")
     passed = {}

@@ -28,7 +28,7 @@ def digest(root: Path, paths: Iterable[Path]) -> str:
 
 
 def files_under(folder: Path) -> list[Path]:
-    """Every file below ``folder`` that a person wrote: no bytecode, no hidden folder, no metadata."""
+    """Every file below ``folder`` that a person wrote: no bytecode, nothing hidden."""
 
     def written(path: Path) -> bool:
         parts = path.relative_to(folder).parts
@@ -114,9 +114,7 @@ class Book:
     @cached_property
     def shared_key(self) -> dict[str, str]:
         """The part of the key that all chapters share: library, pins, stored results, Python."""
-        results = [
-            path for path in files_under(self.root / "results") if "cells" not in path.parts
-        ]
+        results = [path for path in files_under(self.root / "results") if "cells" not in path.parts]
         return {
             "library (src/)": digest(self.root, files_under(self.root / "src")),
             "stored results (results/)": digest(self.root, results),
@@ -141,7 +139,9 @@ class Book:
             return "never executed"
         if digest(self.root, [notebook]) != entry["outputs"]:
             return "its executed notebook was changed by hand"
-        changed = [name for name, value in self.key(page).items() if entry["key"].get(name) != value]
+        changed = [
+            name for name, value in self.key(page).items() if entry["key"].get(name) != value
+        ]
         return f"{', '.join(changed)} changed since it was executed" if changed else None
 
 

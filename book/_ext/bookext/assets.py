@@ -1,8 +1,8 @@
 """Everything a page loads comes from the site itself, once, and only where it is needed.
 
-MathJax is copied from the package ``sphinx-mathjax-offline``; scripts that stock pages load twice, or
-load for a service this book does not use, are dropped. The site then makes no external request and
-leaves no console message, over http and opened from disk.
+MathJax is copied from the package ``sphinx-mathjax-offline``; scripts that stock pages load twice,
+or load for a service this book does not use, are dropped. The site then makes no external request
+and leaves no console message, over http and opened from disk.
 """
 
 import importlib.util
@@ -14,7 +14,7 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 
-#: What the page needs of MathJax: the combined component, fonts, extensions loaded on demand, speech.
+#: What pages need of MathJax: the combined component, fonts, extensions on demand, speech.
 MATHJAX_PARTS = ("tex-mml-chtml.js", "output/chtml/fonts", "input/tex/extensions", "sre", "a11y")
 
 #: Marks of scripts and styles that belong to live kernels, which the book does not offer.
