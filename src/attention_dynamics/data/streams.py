@@ -1,4 +1,4 @@
-r"""Named random streams: one seed and a list of names give one generator, and never a shared one."""
+r"""Named random streams: a seed and a list of names give one generator, never a shared one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ def stream_key(seed: int, *names: str | int) -> bytes:
 
     Text is quoted and numbers are not, so ``("a", 1)``, ``("a1",)`` and ``("a", "1")`` differ.
 
-    Raises:
-        TypeError: if the seed is not an integer, or a name neither text nor an integer.
+    Raises TypeError if the seed is not an integer, or a name neither text nor an integer.
     """
     parts: list[str | int] = [_integer("seed", seed)]
     for name in names:
@@ -44,8 +43,7 @@ def generator(seed: int, *names: str | int) -> torch.Generator:
     come from the hash, and ``initial_seed()`` reports :func:`stream_seed`. Numbers are drawn on the
     CPU and moved afterwards, so that every device sees the same ones.
 
-    Raises:
-        TypeError: if the seed is not an integer, or a name neither text nor an integer.
+    Raises TypeError if the seed is not an integer, or a name neither text nor an integer.
     """
     key = stream_key(seed, *names)
     stream = torch.Generator(device="cpu").manual_seed(stream_seed(seed, *names))

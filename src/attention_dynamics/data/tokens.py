@@ -47,18 +47,10 @@ def unit_ball_tokens(
     Numbers are drawn on the CPU in float64, then cast and moved, so that every dtype and device
     sees the same sample.
 
-    Args:
-        samples: n, at least 1.
-        length: T, at least 1.
-        dimension: d, at least 1.
-        generator: a generator on the CPU, for example from
-            :func:`attention_dynamics.data.streams.generator`.
-        law: the law of the tokens.
-        dtype: dtype of the result.
-        device: device of the result.
+    ``generator`` is a CPU generator, for example from
+    :func:`attention_dynamics.data.streams.generator`.
 
-    Raises:
-        ValueError: if a size is below 1, the law is unknown or the generator is not on the CPU.
+    Raises ValueError if a size is below 1, the law is unknown or the generator is not on the CPU.
     """
     for name, size in (("samples", samples), ("length", length), ("dimension", dimension)):
         require_integer(name, size, minimum=1)
@@ -84,8 +76,7 @@ def query_vector(
 ) -> Float[Tensor, " d"]:
     r""":math:`q = \|q\|\, g/\|g\|`: a fixed query, uniform on the sphere of radius ``norm``.
 
-    Raises:
-        ValueError: if the dimension is below 1, or the norm negative or not finite.
+    Raises ValueError if the dimension is below 1, or the norm negative or not finite.
     """
     require_integer("dimension", dimension, minimum=1)
     require_cpu_generator(generator)
@@ -106,16 +97,10 @@ def check_token_norms(
     The bounds of the theory hold on the unit ball. A larger ball is allowed, but only when its
     radius is stated: then the b-rescaled constants apply. Tokens are never rescaled silently.
 
-    Args:
-        tokens: (n, T, d).
-        token_bound: b; None stands for 1.
-        mask: (n, T), True = keep; dropped tokens are not looked at.
+    ``mask`` (n, T) is True where a token is kept; the others are not looked at. Returns the bound b
+    that the tokens respect, up to rounding in their dtype.
 
-    Returns:
-        The bound b that the tokens respect, up to rounding in their dtype.
-
-    Raises:
-        ValueError: if a token is NaN or infinite, a norm exceeds b, or b is not positive.
+    Raises ValueError if a token is NaN or infinite, a norm exceeds b, or b is not positive.
     """
     bound = _positive_bound(token_bound)
     require_shape("tokens", tokens, ("n", "T", "d"))
@@ -125,7 +110,7 @@ def check_token_norms(
         require_mask(mask, tokens.shape[0], tokens.shape[1])
         kept = torch.where(mask[..., None], kept, torch.zeros_like(kept))
     require_finite("tokens", kept, remedy="remove those samples, or drop the tokens with mask=")
-    largest = float(torch.linalg.vector_norm(kept.to(torch.float64), dim=-1).max())
+    largest = float(torch.linalg.vector_norm(kept, dim=-1, dtype=torch.float64).max())
     if largest > bound * (1 + 8 * torch.finfo(tokens.dtype).eps):
         enough = float(f"{largest * (1 + 1e-3):.4g}")
         remedy = (
@@ -141,8 +126,7 @@ def check_token_norms(
 def rescale_tokens(tokens: Float[Tensor, "n T d"], token_bound: float) -> Float[Tensor, "n T d"]:
     r""":math:`X \mapsto X/b`: tokens of norm at most b become tokens of norm at most 1.
 
-    Raises:
-        ValueError: if a token is not finite, a norm exceeds b, or b is not positive.
+    Raises ValueError if a token is not finite, a norm exceeds b, or b is not positive.
     """
     return tokens / check_token_norms(tokens, token_bound)
 
