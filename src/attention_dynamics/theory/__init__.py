@@ -1,0 +1,1 @@
+r"""Constants, bounds, transport maps and linearisation of the shallow Transformer."""

@@ -1,0 +1,113 @@
+r"""The teacher: a large fixed sample of heads that stands in for the expectation of the target."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from attention_dynamics.models.parameters import Parameters, independent_initialisation
+from attention_dynamics.theory.transport import MultiAnchorTransport, head_contributions
+from attention_dynamics.validation import require_integer
+
+_BLOCK = 2**22  # elements of the largest array (samples x heads x d) held at once
+
+
+class TeacherValues(NamedTuple):
+    r"""Targets (n,) and their Monte-Carlo standard errors (n,)."""
+
+    values: Float[Tensor, " n"]
+    standard_error: Float[Tensor, " n"]
+
+
+class Teacher:
+    r"""
+    .. math:: \tilde f(X; v) = \mathbb E[z(X)] \approx \frac1N \sum_{i=1}^N z_i(X), \qquad
+        z = v_c\, \sigma(s) + c\, \sigma'(s)
+        \bigl(\langle v_U, a \rangle + \langle v_W, (M U) q^\top \rangle\bigr)
+
+    over N = ``heads`` independent heads (8192 by default), drawn once from ``generator``: the
+    teacher is a fixed function of the tokens. It is itself a sample, so its
+    :meth:`standard_error` belongs to every error measured against it. Heads and samples are handled
+    in chunks, and the transport of the heads is computed once.
+
+    Raises ValueError if ``heads`` < 2 or the generator is not on the CPU. Source: arXiv 2601.16514,
+    the multi-anchor teacher of its experiments.
+    """
+
+    def __init__(
+        self,
+        transport: MultiAnchorTransport,
+        *,
+        generator: torch.Generator,
+        heads: int = 8192,
+    ) -> None:
+        require_integer("heads", heads, minimum=2, remedy="a standard error needs two heads")
+        self.transport = transport
+        self.parameters = independent_initialisation(
+            heads,
+            transport.anchors.shape[-1],
+            generator=generator,
+            dtype=transport.anchors.dtype,
+            device=transport.anchors.device,
+        )
+        self._direction = transport(self.parameters)
+
+    @property
+    def heads(self) -> int:
+        """Number of heads N."""
+        return self.parameters.heads
+
+    def __call__(
+        self, tokens: Float[Tensor, "n T d"], mask: Bool[Tensor, "n T"] | None = None
+    ) -> Float[Tensor, " n"]:
+        r""":math:`\frac1N \sum_i z_i(X_j)`, (n,).
+
+        Raises ValueError or TypeError for tokens that are not finite or do not fit the anchors.
+        """
+        return self.evaluate(tokens, mask).values
+
+    def standard_error(
+        self, tokens: Float[Tensor, "n T d"], mask: Bool[Tensor, "n T"] | None = None
+    ) -> Float[Tensor, " n"]:
+        r""":math:`\sqrt{\widehat{\mathrm{Var}}(z(X_j))/N}`, (n,): the error of N heads for E.
+
+        Raises ValueError or TypeError for tokens that are not finite or do not fit the anchors.
+        """
+        return self.evaluate(tokens, mask).standard_error
+
+    def evaluate(
+        self, tokens: Float[Tensor, "n T d"], mask: Bool[Tensor, "n T"] | None = None
+    ) -> TeacherValues:
+        r"""Targets and standard errors in one pass; sums over heads are in float64.
+
+        Raises ValueError or TypeError for tokens that are not finite or do not fit the anchors.
+        """
+        head_chunk = min(self.heads, 1024)
+        sample_chunk = max(1, _BLOCK // (head_chunk * self.parameters.dimension))
+        values, errors = [], []
+        for start in range(0, tokens.shape[0], sample_chunk):
+            rows = slice(start, start + sample_chunk)
+            kept = None if mask is None else mask[rows]
+            total = torch.zeros(tokens[rows].shape[0], dtype=torch.float64, device=tokens.device)
+            squares = torch.zeros_like(total)
+            for first in range(0, self.heads, head_chunk):
+                some = slice(first, first + head_chunk)
+                z = head_contributions(
+                    tokens[rows],
+                    self.transport,
+                    Parameters(*(block[some] for block in self.parameters)),
+                    mask=kept,
+                    direction=Parameters(*(block[some] for block in self._direction)),
+                ).double()
+                total += z.sum(dim=-1)
+                squares += z.square().sum(dim=-1)
+            mean = total / self.heads
+            variance = (squares / self.heads - mean**2).clamp_min(0) * self.heads / (self.heads - 1)
+            values.append(mean)
+            errors.append(variance.sqrt() / math.sqrt(self.heads))
+        dtype = self.parameters.dtype
+        return TeacherValues(torch.cat(values).to(dtype), torch.cat(errors).to(dtype))
