@@ -65,7 +65,7 @@ class Profile:
 def t_interval(values: Iterable[float], confidence: float = 0.95) -> Estimate:
     r""":math:`\bar z \pm t_{k-1}\, s/\sqrt k` for :math:`k` independent values, one a seed.
 
-    Errors: ``ValueError`` for fewer than two values or a value that is not finite.
+    Raises ValueError for fewer than two values or a value that is not finite.
     """
     sample = np.asarray(list(values), dtype=float)
     if sample.size < 2:
@@ -80,7 +80,7 @@ def t_interval(values: Iterable[float], confidence: float = 0.95) -> Estimate:
 def loglog_slope(x: Sequence[float], y: Sequence[float]) -> float:
     r"""The least-squares slope of :math:`\log y` on :math:`\log x`.
 
-    Errors: ``ValueError`` for fewer than two different x, or a value that is not positive.
+    Raises ValueError for fewer than two different x, or a value that is not positive.
     """
     x_values, y_values = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     for name, values in (("x", x_values), ("y", y_values)):
@@ -95,7 +95,7 @@ def loglog_slope(x: Sequence[float], y: Sequence[float]) -> float:
 def slopes_by_seed(frame: pd.DataFrame, quantity: str, against: str) -> pd.Series:
     """The log-log slope of one quantity against one column, separately for every seed.
 
-    Errors: ``ValueError`` if the quantity is absent, or a seed lacks one of the values of
+    Raises ValueError if the quantity is absent, or a seed lacks one of the values of
     ``against`` (an unfinished sweep would bias the slopes).
     """
     rows = select(frame, quantity)
@@ -134,7 +134,7 @@ def geometric_means(
 
 
 def select(frame: pd.DataFrame, quantity: str) -> pd.DataFrame:
-    """The rows of one quantity. Errors: ``ValueError`` listing the quantities there are."""
+    """The rows of one quantity. Raises ValueError listing the quantities there are."""
     rows = frame[frame["quantity"] == quantity]
     if rows.empty:
         known = ", ".join(sorted(frame["quantity"].unique()))

@@ -31,6 +31,8 @@ def plot_scaling(
 ) -> Axes:
     r"""Mean and interval over seeds for each curve, labelled at its end, on log-log axes.
 
+    Raises ValueError for no curve, more than six, or a guide without its curve.
+
     Parameters
     ----------
     curves
@@ -39,11 +41,6 @@ def plot_scaling(
     guides
         Label of a curve to the slope that a theory predicts for it: a dashed line through the
         curve's first point, drawn by :func:`add_guide`.
-
-    Raises
-    ------
-    ValueError
-        For no curve, more than six, or a guide without its curve.
 
     """
     if not 0 < len(curves) <= len(COLOURS):

@@ -21,7 +21,7 @@ _PACKAGES = ("attention-dynamics", "torch", "numpy", "scipy", "pandas", "pyarrow
 
 
 def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The manifest as a dictionary. Errors: ``FileNotFoundError`` that says what to run."""
+    """The manifest as a dictionary. Raises FileNotFoundError that says what to run."""
     try:
         return json.loads(Path(path).read_text())
     except FileNotFoundError:

@@ -118,7 +118,7 @@ def cells_of(
 def rows_of(name: str, config: Any, seed: int, quantities: Mapping[str, float]) -> pd.DataFrame:
     r"""Tidy rows: experiment, every field of the configuration, seed, quantity, value.
 
-    Errors: ``ValueError`` if a quantity is not finite, naming it; a NaN never enters a table.
+    Raises ValueError if a quantity is not finite, naming it; a NaN never enters a table.
     """
     for quantity, value in quantities.items():
         if not abs(value) < float("inf"):

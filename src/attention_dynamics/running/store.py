@@ -80,7 +80,7 @@ class Store:
 
         A file that cannot be read, or whose content does not match the digest written with it, is
         reported by a warning and counts as missing, so that a sweep computes it again.
-        Errors: :class:`ForeignResults` if a sound file is of another cell or has other columns.
+        Raises ForeignResults if a sound file is of another cell or has other columns.
         """
         path = self.path(cell)
         try:
@@ -104,7 +104,7 @@ class Store:
         return as_frame(table), facts
 
     def collect(self, cells: Sequence[Cell]) -> pd.DataFrame:
-        """All given cells in one frame, in the given order. Errors: KeyError naming one missing."""
+        """All given cells in one frame, in the given order. Raises KeyError naming one missing."""
         frames = []
         for cell in cells:
             loaded = self.load(cell)
@@ -148,7 +148,7 @@ class Store:
 def read_results(directory: str | os.PathLike[str]) -> tuple[pd.DataFrame, dict[str, Any]]:
     """The table and the manifest of a finished sweep.
 
-    Errors: ``FileNotFoundError`` if the sweep has not finished; :class:`ForeignResults` if table
+    Raises FileNotFoundError if the sweep has not finished; :class:`ForeignResults` if table
     and manifest do not belong together.
     """
     path = Path(directory) / TABLE_NAME

@@ -2,6 +2,7 @@ r"""A sweep: all (configuration, seed) cells of an experiment, resumable, on any
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -29,12 +30,16 @@ def sweep(
     *,
     configs: Iterable[Any] | None = None,
     seeds: Iterable[int] | None = None,
-    directory: str | None = None,
+    directory: str | os.PathLike[str] | None = None,
     executor: Executor | None = None,
     device: str = "cpu",
     progress: bool = False,
 ) -> pd.DataFrame:
     r"""The rows of every (config, seed) :math:`\in` ``configs`` :math:`\times` ``seeds``.
+
+    Raises ValueError for an unknown profile, for missing configurations or seeds, and for a
+    function that worker processes cannot import (one defined in a notebook); CellFailed naming a
+    cell that raised, after all cells that finished have been stored.
 
     Parameters
     ----------
@@ -55,14 +60,6 @@ def sweep(
     -------
     pandas.DataFrame
         Cells in the order of ``configs``, then of ``seeds``, whatever order they finished in.
-
-    Raises
-    ------
-    ValueError
-        For an unknown profile, for missing configurations or seeds, and for a function that worker
-        processes cannot import (one defined in a notebook).
-    CellFailed
-        Naming the cell, after all cells that finished have been stored.
 
     """
     configs, seeds = _resolve(experiment, profile, configs, seeds)
