@@ -1,1 +1,80 @@
 r"""Constants, bounds, transport maps and linearisation of the shallow Transformer."""
+
+from attention_dynamics.theory.approximation import (
+    ApproximationBound,
+    approximation_bound,
+    target_bound,
+    value_radius,
+    value_radius_bound,
+)
+from attention_dynamics.theory.bounds import (
+    IndRNNGradientBounds,
+    InputBounds,
+    NetworkConstants,
+    indrnn_gradient_bounds,
+    input_bounds,
+    network_constants,
+)
+from attention_dynamics.theory.constants import (
+    KAPPA_STAR,
+    activation_curvature,
+    block_curvature,
+    block_slope,
+    covariance_trace_bound,
+    head_lipschitz,
+    head_smoothness,
+    third_cumulant_bound,
+)
+from attention_dynamics.theory.linearisation import (
+    AdversarialPerturbation,
+    adversarial_perturbation,
+    linearisation_error,
+    linearised,
+    random_perturbation,
+)
+from attention_dynamics.theory.teacher import Teacher, TeacherValues
+from attention_dynamics.theory.transport import (
+    ApproximationError,
+    MultiAnchorTransport,
+    TransportNorms,
+    approximation_error,
+    head_contributions,
+    random_multi_anchor,
+    transported_function,
+)
+
+__all__ = [
+    "KAPPA_STAR",
+    "AdversarialPerturbation",
+    "ApproximationBound",
+    "ApproximationError",
+    "IndRNNGradientBounds",
+    "InputBounds",
+    "MultiAnchorTransport",
+    "NetworkConstants",
+    "Teacher",
+    "TeacherValues",
+    "TransportNorms",
+    "activation_curvature",
+    "adversarial_perturbation",
+    "approximation_bound",
+    "approximation_error",
+    "block_curvature",
+    "block_slope",
+    "covariance_trace_bound",
+    "head_contributions",
+    "head_lipschitz",
+    "head_smoothness",
+    "indrnn_gradient_bounds",
+    "input_bounds",
+    "linearisation_error",
+    "linearised",
+    "network_constants",
+    "random_multi_anchor",
+    "random_perturbation",
+    "target_bound",
+    "third_cumulant_bound",
+    "transported_function",
+    "value_radius",
+    "value_radius_bound",
+]

@@ -1,0 +1,171 @@
+r"""How well m random heads approximate a target of norm :math:`\nu`: no T, and no n in the mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from scipy import integrate, special, stats
+
+from attention_dynamics.models.activations import Activation, get_activation
+from attention_dynamics.theory.bounds import UNIT_BALL, InputBounds
+from attention_dynamics.theory.constants import block_slope
+from attention_dynamics.theory.transport import TransportNorms
+from attention_dynamics.validation import require_integer
+
+
+def value_radius(heads: int, dimension: int, delta: float, *, paired: bool = True) -> float:
+    r""":math:`R_0^2 = F_{\chi^2_d}^{-1}\bigl((1 - \delta')^{1/N}\bigr)`.
+
+    With N = m/2 pairs (N = m unpaired heads), :math:`P(\max_i \|U_i^0\| \le R_0) = 1 - \delta'`
+    exactly; ``delta`` is :math:`\delta'`.
+
+    Raises ValueError for sizes below 1, odd m of paired heads, or a delta outside (0, 1).
+    """
+    N = _independent_heads(heads, paired)
+    require_integer("dimension", dimension, minimum=1)
+    _probability("delta", delta)
+    # Through the upper tail, where (1 - delta)^(1/N) would round to 1.
+    tail = -math.expm1(math.log1p(-delta) / N)
+    return math.sqrt(float(stats.chi2.isf(tail, dimension)))
+
+
+def value_radius_bound(heads: int, dimension: int, delta: float, *, paired: bool = True) -> float:
+    r""":math:`R_0 \le \sqrt d + \sqrt{2\log(N/\delta')} \le 2\sqrt D`.
+
+    The elementary form, with :math:`D = d + \log(m/\delta')` and N = m/2 for paired heads, from
+    the concentration of :math:`\|U\|` and a union bound.
+
+    Raises ValueError for sizes below 1, odd m of paired heads, or a delta outside (0, 1).
+    """
+    N = _independent_heads(heads, paired)
+    require_integer("dimension", dimension, minimum=1)
+    _probability("delta", delta)
+    return math.sqrt(dimension) + math.sqrt(2 * math.log(N / delta))
+
+
+class ApproximationBound(NamedTuple):
+    r"""Bounds of :math:`\max_j |e_j|` (``sup``, None without n) and of its root mean square.
+
+    ``bias`` is the part of both that comes from cutting :math:`\|U\|` at ``value_radius``
+    (:math:`R_0`), ``head_bound`` is B and ``second_moment`` is V.
+    """
+
+    sup: float | None
+    rms: float
+    bias: float
+    head_bound: float
+    second_moment: float
+    value_radius: float
+
+
+def approximation_bound(
+    norms: TransportNorms,
+    heads: int,
+    dimension: int,
+    *,
+    delta: float,
+    delta_prime: float,
+    samples: int | None = None,
+    activation: str | Activation = "tanh",
+    paired: bool = True,
+    inputs: InputBounds = UNIT_BALL,
+) -> ApproximationBound:
+    r"""
+    .. math:: \max_{j \le n} |e_j| \le B\sqrt{2\log(2n/\delta)/N} + \text{bias}, \qquad
+        \Bigl(\tfrac1n \sum_j e_j^2\Bigr)^{1/2}
+        \le \sqrt{V/N} + B\sqrt{2\log(1/\delta)/N} + \text{bias},
+
+    each with probability at least :math:`1 - \delta - \delta'`, for
+    :math:`e_j = \frac1m \sum_i z_i(X_j) - \tilde f(X_j; v)` and N = m/2 pairs (N = m unpaired
+    heads). With :math:`g(R) = s_0\nu_c + s_1 P_\nu(R)`, which bounds :math:`|z|` at
+    :math:`\|U\| = R`,
+
+    .. math:: B = g(R_0), \quad V = \mathbb E\, g(\|U\|)^2, \quad
+        \text{bias} = p\,(s_0\nu_c + s_1 b\,\nu_U)
+        + s_1 b^2 b_q \nu_W\, \mathbb E[\|U\|\, 1\{\|U\| > R_0\}], \quad p = P(\|U\| > R_0).
+
+    The maximum is Hoeffding's inequality and a union over the samples; the mean square is
+    McDiarmid's inequality in :math:`L^2` of the samples, hence free of n. Both act on
+    :math:`z\,1\{\|U\| \le R_0\}`, whose mean misses that of z by the bias. ``norms`` bound the
+    transport map, see :meth:`attention_dynamics.theory.MultiAnchorTransport.sup_norm_bounds`.
+
+    Raises ValueError for sizes below 1, odd m of paired heads, or probabilities outside (0, 1).
+    """
+    N = _independent_heads(heads, paired)
+    _probability("delta", delta)
+    if samples is not None:
+        require_integer("samples", samples, minimum=1)
+    s0, s1, _ = get_activation(activation).bounds
+    R0 = value_radius(heads, dimension, delta_prime, paired=paired)
+    b, b_q = inputs
+
+    def g(R: float) -> float:
+        return s0 * norms.c + s1 * float(
+            block_slope(R, norms.U, norms.W, token_bound=b, query_bound=b_q)
+        )
+
+    B = g(R0)
+    V = _chi_expectation(lambda R: g(R) ** 2, dimension)
+    tail_mean = _chi_mean(dimension) * float(special.gammaincc((dimension + 1) / 2, R0**2 / 2))
+    p = float(stats.chi.sf(R0, dimension))
+    bias = p * (s0 * norms.c + s1 * b * norms.U) + s1 * b**2 * b_q * norms.W * tail_mean
+    sup = None
+    if samples is not None:
+        sup = B * math.sqrt(2 * math.log(2 * samples / delta) / N) + bias
+    rms = math.sqrt(V / N) + B * math.sqrt(2 * math.log(1 / delta) / N) + bias
+    return ApproximationBound(sup, rms, bias, B, V, R0)
+
+
+def target_bound(
+    norms: TransportNorms,
+    dimension: int,
+    *,
+    activation: str | Activation = "tanh",
+    inputs: InputBounds = UNIT_BALL,
+) -> float:
+    r""":math:`|\tilde f(X; v)| \le Y = \mathbb E\, g(\|U\|)`, :math:`g = s_0\nu_c + s_1 P_\nu`.
+
+    Raises ValueError for a dimension below 1 or an unknown activation.
+    """
+    require_integer("dimension", dimension, minimum=1)
+    s0, s1, _ = get_activation(activation).bounds
+    slope = _chi_expectation(
+        lambda R: float(block_slope(R, norms.U, norms.W, **inputs._asdict())), dimension
+    )
+    return s0 * norms.c + s1 * slope
+
+
+def _chi_mean(dimension: int) -> float:
+    return math.sqrt(2) * math.exp(math.lgamma((dimension + 1) / 2) - math.lgamma(dimension / 2))
+
+
+def _chi_expectation(function: Callable[[float], float], dimension: int) -> float:
+    """Mean of function(R) for R of the chi law, that is R = |U| for standard Gaussian U."""
+    law = stats.chi(dimension)
+    centre = math.sqrt(dimension)
+    value, _ = integrate.quad(
+        lambda R: function(R) * law.pdf(R),
+        max(0.0, centre - 9.0),
+        centre + 9.0,
+        points=[centre],
+        limit=200,
+        epsrel=1e-10,
+    )
+    return float(value)
+
+
+def _independent_heads(heads: int, paired: bool) -> int:
+    require_integer("heads", heads, minimum=2 if paired else 1)
+    if paired and heads % 2:
+        raise ValueError(
+            f"heads: expected an even number of paired heads, got {heads}; pass paired=False for "
+            "independent heads"
+        )
+    return heads // 2 if paired else heads
+
+
+def _probability(name: str, value: float) -> None:
+    if not 0.0 < value < 1.0:
+        raise ValueError(f"{name}: expected a probability in (0, 1), got {value}")
