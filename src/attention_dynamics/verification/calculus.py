@@ -1,0 +1,74 @@
+"""Derivatives carried out, with bound indices renamed first so that none is captured."""
+
+from typing import Any
+
+import sympy as sp
+from sympy.core.function import AppliedUndef
+
+
+def resolve(expression: sp.Expr) -> sp.Expr:
+    """Every ``Derivative`` and ``Subs`` of the expression carried out.
+
+    The derivative of an undefined function ``f(g)`` becomes the function ``f'`` at ``g``.
+    """
+    return _resolve(_rename_bound(expression))
+
+
+def _rename_bound(e: sp.Basic) -> sp.Basic:
+    if not e.args:
+        return e
+    e = e.func(*(_rename_bound(argument) for argument in e.args)) if _has_sum(e) else e
+    if isinstance(e, sp.Sum | sp.Product):
+        fresh = {limit[0]: sp.Dummy(str(limit[0]), integer=True) for limit in e.limits}
+        # Limits are read inside out: a bound of an inner sum may name an outer index.
+        return e.func(
+            e.function.xreplace(fresh),
+            *(tuple(part.xreplace(fresh) for part in limit) for limit in e.limits),
+        )
+    return e
+
+
+def _has_sum(e: sp.Basic) -> bool:
+    return e.has(sp.Sum, sp.Product)
+
+
+def _resolve(e: sp.Basic) -> Any:
+    if not e.args or not e.has(sp.Derivative, sp.Subs):
+        return e
+    if isinstance(e, sp.Derivative):
+        result = _resolve(e.expr)
+        for variable, count in e.variable_count:
+            for _ in range(int(count)):
+                result = _primed(sp.diff(result, variable))
+        return result
+    if isinstance(e, sp.Subs):
+        inner = _resolve(e.expr)
+        pairs = [(old, _resolve(new)) for old, new in zip(e.variables, e.point, strict=True)]
+        return inner.subs(pairs, simultaneous=True)
+    return e.func(*(_resolve(argument) for argument in e.args))
+
+
+def _primed(e: sp.Basic) -> Any:
+    """Unevaluated derivatives of undefined functions, as functions of their own."""
+    if not e.args or not e.has(sp.Derivative, sp.Subs):
+        return e
+    if isinstance(e, sp.Subs):
+        inner = _primed(e.expr)
+        pairs = [(old, _primed(new)) for old, new in zip(e.variables, e.point, strict=True)]
+        return inner.subs(pairs, simultaneous=True)
+    if isinstance(e, sp.Derivative):
+        result = _primed(e.expr)
+        for variable, count in e.variable_count:
+            if not isinstance(result, AppliedUndef) or variable not in result.args:
+                return e
+            for _ in range(int(count)):
+                result = _prime(result.func, result.args.index(variable))(*result.args)
+        return result
+    return e.func(*(_primed(argument) for argument in e.args))
+
+
+def _prime(function: Any, position: int) -> Any:
+    """``f'``, or ``f'2`` for the derivative in the second argument, in sorted order."""
+    name, _, marks = function.__name__.partition("'")
+    orders = [*(marks.split("'") if marks else []), str(position + 1)]
+    return sp.Function("'".join([name, *sorted(orders)]))
