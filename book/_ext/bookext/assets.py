@@ -6,6 +6,7 @@ and leaves no console message, over http and opened from disk.
 """
 
 import importlib.util
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,12 @@ MATHJAX_PARTS = ("tex-mml-chtml.js", "output/chtml/fonts", "input/tex/extensions
 
 #: Marks of scripts and styles that belong to live kernels, which the book does not offer.
 UNUSED = ("thebe",)
+
+#: Scripts that tell the console which theme is on, how many buttons they found, what was sought.
+CHATTY = ("scripts/pydata-sphinx-theme.js", "togglebutton.js", "searchtools.js")
+
+#: Calls that only inform; warnings and errors are left alone.
+NOTICE = re.compile(r"\bconsole\.(?:log|info|debug)\((?!\))")
 
 
 def copy_mathjax(app: Sphinx) -> None:
@@ -39,6 +46,15 @@ def copy_mathjax(app: Sphinx) -> None:
             shutil.copyfile(source, copy)
 
 
+def silence_notices(app: Sphinx, error: Exception | None) -> None:
+    """Take the chatter out of the theme's scripts, so that a console message is a fault."""
+    if error is not None or app.builder.format != "html":
+        return
+    for name in CHATTY:
+        script = Path(app.outdir) / "_static" / name
+        script.write_text(NOTICE.sub("void (", script.read_text("utf8")), "utf8")
+
+
 def _is_unused(asset: Any) -> bool:
     text = f"{getattr(asset, 'filename', asset)} {getattr(asset, 'attributes', '')}".lower()
     return any(mark in text for mark in UNUSED)
@@ -46,7 +62,8 @@ def _is_unused(asset: Any) -> bool:
 
 def _identity(asset: Any) -> tuple:
     attributes = getattr(asset, "attributes", None) or {}
-    return str(getattr(asset, "filename", asset)), str(attributes.get("body"))
+    # The name of an inline script is None or empty, depending on who registered it.
+    return str(getattr(asset, "filename", asset) or ""), str(attributes.get("body"))
 
 
 def keep_needed_assets(
@@ -73,3 +90,4 @@ def setup(app: Sphinx) -> None:
     app.connect("builder-inited", copy_mathjax)
     app.connect("doctree-resolved", drop_kernel_configuration, priority=900)
     app.connect("html-page-context", keep_needed_assets, priority=900)
+    app.connect("build-finished", silence_notices)
