@@ -10,7 +10,12 @@ from attention_dynamics.models import _pass
 from attention_dynamics.models._pass import Query, require_tokens
 from attention_dynamics.models.activations import Activation, get_activation
 from attention_dynamics.models.parameters import Parameters
-from attention_dynamics.validation import require_finite, require_floating, require_shape
+from attention_dynamics.validation import (
+    known_truth,
+    require_finite,
+    require_floating,
+    require_shape,
+)
 
 
 def head_sum(
@@ -23,7 +28,7 @@ def head_sum(
     matrix product or a vectorised tanh may round column i and column i + m/2 differently. So a
     twin takes the value of its partner (and keeps its own derivative): with opposite coefficients
     the pair then cancels to exactly 0, for any tokens, dtype and device. ``twins`` marks them, or
-    is None for an odd number of heads. Returns (n,).
+    is None when there are none. Returns (n,).
     """
     if twins is None:
         return (c * sigmas).sum(dim=-1) * c.shape[-1] ** -0.5
@@ -33,11 +38,14 @@ def head_sum(
     return (c_first * first + c_second * second).sum(dim=-1) * c.shape[-1] ** -0.5
 
 
-def twin_heads(parameters: Parameters) -> Tensor | None:
+def twin_heads(parameters: Parameters) -> Bool[Tensor, " m/2"] | None:
+    """Mark the i with U_i = U_{i+m/2} and W_i = W_{i+m/2} bit by bit; None if there is none."""
     if parameters.heads % 2:
         return None
     U, W = (block.detach().chunk(2, dim=0) for block in (parameters.U, parameters.W))
-    return (U[0] == U[1]).all(dim=-1) & (W[0] == W[1]).flatten(1).all(dim=-1)
+    twins = (U[0] == U[1]).all(dim=-1) & (W[0] == W[1]).flatten(1).all(dim=-1)
+    # One look on the CPU saves work in every block; on an accelerator it would wait for the queue.
+    return None if twins.device.type == "cpu" and known_truth(twins.any()) is False else twins
 
 
 def prepare(

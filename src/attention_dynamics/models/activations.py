@@ -20,9 +20,10 @@ class Activation:
         (s_0, s_1, s_2) = (\sup|\sigma|, \sup|\sigma'|, \sup|\sigma''|).
 
     ``value``, ``first`` and ``second`` are elementwise functions of tensors; ``bounds`` holds
-    :math:`(s_0, s_1, s_2)`, which every constant of the theory is made of. Give module-level
-    functions, not lambdas, to a model that is to be pickled. Raises ValueError when a bound is
-    negative or not finite.
+    :math:`(s_0, s_1, s_2)`, which every constant of the theory is made of. ``first_from_value``,
+    optional, is :math:`\sigma'` as a function of :math:`\sigma` and saves an evaluation. Give
+    module-level functions, not lambdas, to a model that is to be pickled. Raises ValueError when
+    a bound is negative or not finite.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Activation:
     first: Callable[[Tensor], Tensor]
     second: Callable[[Tensor], Tensor]
     bounds: tuple[float, float, float]
+    first_from_value: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
         if len(self.bounds) != 3 or not all(math.isfinite(b) and b >= 0 for b in self.bounds):
@@ -38,15 +40,25 @@ class Activation:
                 f"got {self.bounds!r}; an unbounded activation is outside the theory"
             )
 
+    def value_and_first(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        r""":math:`(\sigma(x), \sigma'(x))`, elementwise."""
+        value = self.value(x)
+        if self.first_from_value is None:
+            return value, self.first(x)
+        return value, self.first_from_value(value)
+
+
+def _tanh_slope(value: Tensor) -> Tensor:
+    return 1 - value * value
+
 
 def _tanh_first(x: Tensor) -> Tensor:
-    value = torch.tanh(x)
-    return 1 - value * value
+    return _tanh_slope(torch.tanh(x))
 
 
 def _tanh_second(x: Tensor) -> Tensor:
     value = torch.tanh(x)
-    return -2 * value * (1 - value * value)
+    return -2 * value * _tanh_slope(value)
 
 
 def _erf(x: Tensor) -> Tensor:
@@ -69,7 +81,14 @@ def _erf_plain_second(x: Tensor) -> Tensor:
     return -2 * x * _erf_plain_first(x)
 
 
-TANH = Activation("tanh", torch.tanh, _tanh_first, _tanh_second, (1.0, 1.0, 4 / (3 * 3**0.5)))
+TANH = Activation(
+    "tanh",
+    torch.tanh,
+    _tanh_first,
+    _tanh_second,
+    (1.0, 1.0, 4 / (3 * math.sqrt(3))),
+    first_from_value=_tanh_slope,
+)
 """tanh(x); |tanh''| is largest where tanh^2 = 1/3."""
 
 ERF = Activation(

@@ -198,7 +198,7 @@ def head_features(
     .. math:: s = U \cdot a, \qquad a = X\alpha, \qquad r = M U, \qquad
         \alpha = \mathrm{softmax}(\gamma X^\top W q).
 
-    One pass over the tokens, in blocks of about :math:`2^{18}` elements :math:`b T m` (or of
+    One pass over the tokens, in blocks of about :math:`2^{17}` elements :math:`b T m` (or of
     ``chunk`` samples); a fixed query enters only through :math:`w_i = W_i q`. Returns
     :class:`HeadFeatures` with shapes (n, m), (n, m, d), (n, m, d). Raises ValueError for wrong
     shapes, NaN or infinite tokens, a sample without keys; TypeError for a mask that is not
@@ -215,7 +215,7 @@ def head_features(
     U, W = U.to(inputs.tokens.dtype), W.to(inputs.tokens.dtype)
     parts = [
         _block_features(inputs.rows(block), U, W, scale)
-        for block in _pass.blocks(inputs.tokens, heads, chunk)
+        for block in _pass.blocks(inputs, heads, chunk)
     ]
     if len(parts) == 1:
         return parts[0]

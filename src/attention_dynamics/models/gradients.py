@@ -76,7 +76,7 @@ def jvp(
     sigma, inputs, parameters = prepare(parameters, tokens, query, activation, mask, validate)
     tangent = like_parameters("tangent", tangent, parameters)
     parts = []
-    for block in _pass.blocks(inputs.tokens, parameters.heads, chunk):
+    for block in _pass.blocks(inputs, parameters.heads, chunk):
         rows = inputs.rows(block)
         attended = _pass.attend(rows, parameters.U, parameters.W, scale)
         slope = _slope(attended, rows, tangent.U, tangent.W, scale)
@@ -191,33 +191,34 @@ def _accumulate(
     """Sum g_j grad f(X_j) block by block, where g is read off the values f of the block."""
     c, U, W = parameters
     heads, dimension = U.shape
-    norm = heads**-0.5
+    scaled_c = c * heads**-0.5
     twins = twin_heads(parameters) if with_value else None
     fixed = inputs.query.ndim == 1
     values, totals = [], None
-    for block in _pass.blocks(inputs.tokens, heads, chunk):
+    for block in _pass.blocks(inputs, heads, chunk):
         rows = inputs.rows(block)
         alpha, projections, s = _pass.attend(rows, U, W, scale)
-        sigmas = sigma.value(s)
+        sigmas, slopes = sigma.value_and_first(s)
         f = head_sum(c, sigmas, twins) if with_value else sigmas[:, 0]
         g = cotangent(f, block)
-        factor = (norm * c) * sigma.first(s) * g[:, None]
-        # sum_{j,t} (factor alpha)_{jti} x_{jt}: the sum over samples is part of the product.
-        weighted = alpha * factor[:, None]
-        flat = rows.tokens.reshape(-1, dimension)
-        in_U = weighted.reshape(-1, heads).mT @ flat
+        weighted = alpha * (slopes * torch.outer(g, scaled_c))[:, None]
         centred = weighted * (projections - s[:, None])
         if fixed:
-            in_W = centred.reshape(-1, heads).mT @ flat
+            in_W = _pass.total_columns(centred, rows.tokens)
         else:
-            r = _pass.average(centred, rows.tokens)
-            in_W = r.reshape(-1, heads * dimension).mT @ rows.query
-        part = Parameters(norm * (g @ sigmas), in_U, in_W)
+            r = _pass.average_columns(centred, rows.tokens)
+            in_W = rows.query.mT @ r.flatten(1)
+        part = Parameters(g @ sigmas, _pass.total_columns(weighted, rows.tokens), in_W)
         totals = part if totals is None else totals.plus(part)
         values.append(f)
     assert totals is not None  # prepare() refuses an empty batch
-    in_W = totals.W[:, :, None] * inputs.query if fixed else totals.W.reshape(W.shape)
-    return torch.cat(values), Parameters(totals.c, totals.U, scale * in_W)
+    if fixed:
+        in_W = totals.W.mT[:, :, None] * inputs.query
+    else:
+        in_W = totals.W.reshape(dimension, dimension, heads).permute(2, 1, 0)
+    return torch.cat(values), Parameters(
+        totals.c * heads**-0.5, totals.U.mT.contiguous(), (scale * in_W).contiguous()
+    )
 
 
 def _slope(

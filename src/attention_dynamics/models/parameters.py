@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attention_dynamics.validation import (
     require_cpu_generator,
+    require_finite,
     require_floating,
     require_integer,
     require_shape,
@@ -95,7 +96,10 @@ class Parameters(NamedTuple):
         )
 
     def require_valid(self, name: str = "parameters") -> None:
-        """Check shapes (m,), (m, d), (m, d, d) and one floating dtype; ValueError or TypeError."""
+        """Check shapes (m,), (m, d), (m, d, d), one floating dtype, and that all is finite.
+
+        Raises ValueError for a shape or a NaN or infinite entry, TypeError for a dtype.
+        """
         require_shape(f"{name}.U", self.U, ("m", "d"))
         require_floating(f"{name}.U", self.U)
         heads, dimension = self.U.shape
@@ -103,6 +107,10 @@ class Parameters(NamedTuple):
         require_shape(f"{name}.W", self.W, ("m", "d", "d"), {"m": heads, "d": dimension})
         require_floating(f"{name}.c", self.c, self.U.dtype)
         require_floating(f"{name}.W", self.W, self.U.dtype)
+        for field, block in zip(self._fields, self, strict=True):
+            require_finite(
+                f"{name}.{field}", block, remedy="training diverged or the start was not finite"
+            )
 
 
 class BlockNorms(NamedTuple):

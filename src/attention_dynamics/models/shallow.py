@@ -82,7 +82,7 @@ def forward(
             sigma.value(_pass.attend(inputs.rows(block), parameters.U, parameters.W, scale).s),
             twins,
         )
-        for block in _pass.blocks(inputs.tokens, parameters.heads, chunk)
+        for block in _pass.blocks(inputs, parameters.heads, chunk)
     ]
     return values[0] if len(values) == 1 else torch.cat(values)
 
