@@ -1,0 +1,25 @@
+r"""Experiments: one module each, all of one shape, found by name.
+
+A module has ``NAME``, ``SCHEMA``, a frozen ``Config``, ``COLUMNS``, ``PROFILES`` (``smoke``,
+``book``, ``paper``), ``run(config, seed, device) -> rows``, ``summarise(frame) -> estimates`` and
+``BANDS``, the intervals that theory predicts, fixed before any run.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+_NAMES = ("width",)
+
+
+def names() -> tuple[str, ...]:
+    """The experiments there are, in the order of the book."""
+    return _NAMES
+
+
+def get(name: str) -> ModuleType:
+    """The experiment of that name. Raises ValueError listing the names there are."""
+    if name not in _NAMES:
+        raise ValueError(f"experiment must be one of {', '.join(_NAMES)}; got {name!r}")
+    return import_module(f"{__name__}.{name}")

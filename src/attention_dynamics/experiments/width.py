@@ -1,0 +1,284 @@
+r"""Width: approximation, linearisation and training errors of m heads against a teacher.
+
+For each width m and seed, with tokens, query and teacher shared by all widths of a seed:
+
+1. a student of m paired heads, trained by projected gradient descent on the teacher's values;
+2. the error of the transported function of the student's heads at initialisation, and of as many
+   unpaired heads;
+3. the linearisation error on the projection set, in an adversarial and in a random direction.
+
+Setting: arXiv 2601.16514 (v2), whose sizes are the ``paper`` profile. The bands come from theory
+and were fixed before any run; the ``book`` profile was cut in samples and steps for time only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from attention_dynamics.data import Law, generator, query_vector, unit_ball_tokens
+from attention_dynamics.experiments.estimates import Band, Profile, slope_estimate
+from attention_dynamics.models import shallow
+from attention_dynamics.models.attention import Query
+from attention_dynamics.models.parameters import (
+    Parameters,
+    independent_initialisation,
+    symmetric_initialisation,
+)
+from attention_dynamics.models.shallow import ShallowTransformer
+from attention_dynamics.running.shape import columns_of, rows_of
+from attention_dynamics.theory.approximation import approximation_bound
+from attention_dynamics.theory.bounds import input_bounds, network_constants
+from attention_dynamics.theory.linearisation import (
+    adversarial_perturbation,
+    linearisation_error,
+    random_perturbation,
+)
+from attention_dynamics.theory.teacher import Teacher
+from attention_dynamics.theory.transport import (
+    MultiAnchorTransport,
+    TransportNorms,
+    approximation_error,
+    random_multi_anchor,
+)
+from attention_dynamics.training.descent import DescentConfig, projected_gradient_descent
+from attention_dynamics.training.projection import Radii
+
+NAME = "width"
+SCHEMA = 1
+AGAINST = "heads"
+
+
+@dataclass(frozen=True)
+class Config:
+    r"""The sizes of arXiv 2601.16514; only ``heads`` (m) has no default.
+
+    ``query`` is ``"fixed"`` (one unit vector, as in the theory) or ``"last"`` (the last token, as
+    in the paper's experiments). ``step_scale`` is :math:`\eta\sqrt\tau`; ``transport_norm`` and
+    ``projection_radius`` are :math:`\nu` and :math:`\rho`, the same for the three blocks. The last
+    ``validation_fraction`` of the ``samples`` is held out; all errors are over the others.
+    """
+
+    heads: int
+    samples: int = 5000
+    validation_fraction: float = 0.2
+    length: int = 16
+    dimension: int = 8
+    token_law: Law = "iid"
+    query: Literal["fixed", "last"] = "fixed"
+    activation: str = "tanh"
+    anchors: int = 16
+    teacher_heads: int = 8192
+    transport_norm: float = 3.0
+    projection_radius: float = 3.0
+    steps: int = 4000
+    step_scale: float = 1.75
+    random_draws: int = 8
+    adversary_starts: int = 8
+    adversary_steps: int = 30
+
+
+COLUMNS = columns_of(Config)
+_WIDTHS = (8, 16, 32, 64, 128, 256)
+_SMOKE = Config(heads=2, samples=40, length=4, dimension=3, teacher_heads=256, anchors=4, steps=30,
+                random_draws=2, adversary_starts=2, adversary_steps=5)  # fmt: skip
+_BOOK = Config(heads=2, samples=250, steps=150, adversary_starts=4, adversary_steps=15)
+PROFILES = {
+    "smoke": Profile(tuple(replace(_SMOKE, heads=m) for m in (4, 8, 16)), seeds=(0, 1, 2)),
+    "book": Profile(tuple(replace(_BOOK, heads=m) for m in _WIDTHS), seeds=tuple(range(10))),
+    "paper": Profile(tuple(Config(heads=m) for m in _WIDTHS), seeds=tuple(range(10))),
+}
+
+_CLT = "m/2 independent pairs: errors of a mean fall like m^{-1/2}"
+BANDS = {
+    "approximation_sup": Band(-0.6, -0.4, _CLT),
+    "approximation_rms": Band(-0.6, -0.4, _CLT),
+    "linearisation_adversarial": Band(-0.6, -0.4, "E_lin / sqrt(m), heads aligned by an adversary"),
+    "linearisation_random": Band(-1.15, -0.85, "signs cancel over independent heads: m^{-1}"),
+    "training_loss_minimum": Band(None, 0.0, "no exponent is predicted: the sign only"),
+}
+CONFIDENCE_DELTA = 0.05  # delta and delta' of the bounds that are put beside the errors
+
+
+def run(config: Config, seed: int, device: str = "cpu") -> pd.DataFrame:
+    r"""Rows (quantity, value) of one width and seed; a pure function of its arguments.
+
+    Raises ValueError if m is odd or another field of the configuration is out of its range.
+    """
+    problem = _problem(replace(config, heads=2), seed, device)
+    initial = symmetric_initialisation(
+        config.heads, config.dimension, generator=_stream(seed, "student", config), device=device
+    )
+    quantities = {
+        "target_variance": float(problem.targets.var(correction=0)),
+        "teacher_standard_error": float(problem.standard_error.square().mean().sqrt()),
+        **_training(config, problem, initial),
+        **_approximation(config, seed, problem, initial),
+        **_linearisation(config, seed, problem, initial),
+    }
+    return rows_of(NAME, config, seed, quantities)
+
+
+def summarise(frame: pd.DataFrame) -> pd.DataFrame:
+    """Log-log slopes against the width, mean and 95 % t-interval over seeds, beside their bands."""
+    records = []
+    for quantity, band in BANDS.items():
+        slope = slope_estimate(frame, quantity, AGAINST)
+        records.append(
+            {
+                "quantity": quantity,
+                "slope": slope.mean,
+                "lower": slope.lower,
+                "upper": slope.upper,
+                "seeds": slope.seeds,
+                "band_lower": -math.inf if band.lower is None else band.lower,
+                "band_upper": math.inf if band.upper is None else band.upper,
+                "inside": band.contains(slope),
+            }
+        )
+    return pd.DataFrame(records)
+
+
+class Problem(NamedTuple):
+    """What all widths of a seed share."""
+
+    tokens: Tensor
+    targets: Tensor
+    standard_error: Tensor
+    held_tokens: Tensor
+    held_targets: Tensor
+    query: Query
+    transport: MultiAnchorTransport
+
+
+@lru_cache(maxsize=32)  # every width of a seed asks for the same teacher
+def _problem(config: Config, seed: int, device: str) -> Problem:
+    query: Query = "last"
+    if config.query == "fixed":
+        query = query_vector(config.dimension, generator=generator(seed, NAME, "query")).to(device)
+    elif config.query != "last":
+        raise ValueError(f"query must be 'fixed' or 'last', got {config.query!r}")
+    transport = random_multi_anchor(
+        config.anchors, config.length, config.dimension,
+        generator=generator(seed, NAME, "anchors"), norms=_norms(config), query=query,
+        activation=config.activation, law=config.token_law, device=device,
+    )  # fmt: skip
+    teacher = Teacher(
+        transport, generator=generator(seed, NAME, "teacher"), heads=config.teacher_heads
+    )
+    tokens = unit_ball_tokens(
+        config.samples, config.length, config.dimension,
+        generator=generator(seed, NAME, "tokens"), law=config.token_law, device=device,
+    )  # fmt: skip
+    targets, errors = teacher.evaluate(tokens)
+    kept = config.samples - round(config.validation_fraction * config.samples)
+    return Problem(
+        tokens[:kept], targets[:kept], errors[:kept], tokens[kept:], targets[kept:],
+        query, transport,
+    )  # fmt: skip
+
+
+def _training(config: Config, problem: Problem, initial: Parameters) -> dict[str, float]:
+    model = ShallowTransformer(initial, query=problem.query, activation=config.activation)
+    descent = DescentConfig(
+        steps=config.steps,
+        step_size=config.step_scale / math.sqrt(config.steps),
+        radii=_radii(config),
+        transport_norms=_norms(config),
+        record_every=config.steps,
+    )
+    result = projected_gradient_descent(model, problem.tokens, problem.targets, descent)
+
+    def loss(parameters: Parameters, tokens: Tensor, targets: Tensor) -> float:
+        return float(
+            shallow.loss(
+                parameters, tokens, targets, query=problem.query, activation=config.activation
+            )
+        )
+
+    last = result.history.iloc[-1]
+    losses = {
+        "training_loss_minimum": result.best_loss,
+        "training_loss_final": float(last["loss"]),
+        "training_loss_averaged": loss(result.averaged, problem.tokens, problem.targets),
+    }
+    variance = float(problem.targets.var(correction=0))
+    relative = {f"{name}_relative": value / variance for name, value in losses.items()}
+    distances = {f"distance_{block}": float(last[f"distance_{block}"]) for block in "cUW"}
+    held = loss(result.final, problem.held_tokens, problem.held_targets)
+    return {**losses, **relative, "validation_loss_final": held, **distances}
+
+
+def _approximation(
+    config: Config, seed: int, problem: Problem, initial: Parameters
+) -> dict[str, float]:
+    unpaired = independent_initialisation(
+        config.heads, config.dimension, generator=_stream(seed, "unpaired", config),
+        device=initial.U.device,
+    )  # fmt: skip
+    found = {}
+    for suffix, heads in (("", initial), ("_unpaired", unpaired)):
+        error = approximation_error(problem.targets, problem.transport, heads, problem.tokens)
+        found[f"approximation_sup{suffix}"] = error.sup
+        found[f"approximation_rms{suffix}"] = error.rms
+    bound = approximation_bound(
+        _norms(config), config.heads, config.dimension,
+        delta=CONFIDENCE_DELTA, delta_prime=CONFIDENCE_DELTA, samples=len(problem.tokens),
+        activation=config.activation, inputs=input_bounds(problem.tokens, problem.query),
+    )  # fmt: skip
+    assert bound.sup is not None  # the number of samples was given
+    return {**found, "approximation_sup_bound": bound.sup, "approximation_rms_bound": bound.rms}
+
+
+def _linearisation(
+    config: Config, seed: int, problem: Problem, initial: Parameters
+) -> dict[str, float]:
+    radii, tokens = _radii(config), problem.tokens
+
+    def errors(parameters: Parameters) -> Tensor:
+        return linearisation_error(
+            initial, parameters, tokens, query=problem.query, activation=config.activation
+        ).abs()
+
+    adversarial = errors(
+        adversarial_perturbation(
+            initial, radii, tokens, query=problem.query, activation=config.activation,
+            generator=_stream(seed, "adversary", config),
+            starts=config.adversary_starts, steps=config.adversary_steps,
+        ).parameters
+    )  # fmt: skip
+    stream = _stream(seed, "random", config)
+    random = torch.stack(
+        [
+            errors(random_perturbation(initial, radii, generator=stream))
+            for _ in range(config.random_draws)
+        ]
+    )
+    constants = network_constants(
+        initial, radii, activation=config.activation, inputs=input_bounds(tokens, problem.query)
+    )
+    return {
+        "linearisation_adversarial": float(adversarial.max()),
+        "linearisation_adversarial_mean": float(adversarial.mean()),
+        "linearisation_random": float(random.amax(dim=1).mean()),
+        "linearisation_random_mean": float(random.mean()),
+        "linearisation_bound": constants.linearisation_error,
+    }
+
+
+def _stream(seed: int, role: str, config: Config) -> torch.Generator:
+    return generator(seed, NAME, role, config.heads)
+
+
+def _norms(config: Config) -> TransportNorms:
+    return TransportNorms(*(config.transport_norm,) * 3)
+
+
+def _radii(config: Config) -> Radii:
+    return Radii(*(config.projection_radius,) * 3)
