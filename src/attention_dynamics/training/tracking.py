@@ -41,21 +41,25 @@ class BestIterate:
 
 
 class RunningAverage:
-    r""":math:`\bar\phi = \frac1\tau \sum_{k<\tau} \phi_k`, summed in float64."""
+    r""":math:`\bar\phi = \phi_0 + \frac1\tau \sum_{k<\tau} (\phi_k - \phi_0)`, summed in float64.
 
-    def __init__(self, like: Parameters) -> None:
-        self._dtype, self._count = like.dtype, 0
-        self._sum = like.map(lambda block: torch.zeros_like(block, dtype=torch.float64))
+    The displacements are summed, so that a frozen block averages to its centre exactly.
+    """
+
+    def __init__(self, centre: Parameters) -> None:
+        self._centre, self._count = centre, 0
+        self._sum = centre.map(lambda block: torch.zeros_like(block, dtype=torch.float64))
 
     def add(self, parameters: Parameters) -> None:
-        r""":math:`\sum \leftarrow \sum + \phi_k`."""
-        for total, block in zip(self._sum, parameters, strict=True):
-            total += block
+        r""":math:`\sum \leftarrow \sum + (\phi_k - \phi_0)`."""
+        for total, block, centre in zip(self._sum, parameters, self._centre, strict=True):
+            total += block.double() - centre.double()
         self._count += 1
 
     def mean(self) -> Parameters:
         r""":math:`\bar\phi`, in the dtype of the parameters."""
-        return self._sum.scaled(1.0 / self._count).to(dtype=self._dtype)
+        displacement = self._sum.scaled(1.0 / self._count)
+        return self._centre.to(dtype=torch.float64).plus(displacement).to(dtype=self._centre.dtype)
 
 
 class History:
