@@ -84,7 +84,9 @@ class Instances:
             sides = [side.xreplace(definitions) for side in sides]
             constraints = [c.xreplace(definitions) for c in constraints]
         symbols = sorted(set().union(*(e.free_symbols for e in [*sides, *constraints])), key=str)
-        evaluate = sp.lambdify(symbols, sides, modules="mpmath", cse=True)
+        # Subexpressions must stay under their integral: mpmath does it by quadrature.
+        shared = not any(side.has(sp.Integral) for side in sides)
+        evaluate = sp.lambdify(symbols, sides, modules="mpmath", cse=shared)
         for _ in range(ATTEMPTS):
             with mpmath.workdps(WORKING_DIGITS):
                 values = {s: _to_mp(self._value(s)) for s in symbols}
