@@ -118,6 +118,11 @@ def show_number(value: float, digits: int = 3) -> str:
     return f"{value:.{digits}g}"
 
 
+def show_ratio(ratio: float) -> str:
+    """``0.9998``: four digits, cut off and not rounded, so that 0.99996 is not read as attained."""
+    return f"{int(ratio * 1e4) / 1e4:.4f}" if ratio < 1 else "1"
+
+
 def show_interval(interval: Any) -> str:
     """``[a, b]``, with an open end written as infinity."""
     low, high = interval
@@ -145,9 +150,7 @@ def _autograd(record: CheckRecord) -> str:
 
 def _attacked(record: CheckRecord) -> str:
     ratio = record.detail["tightest_ratio"]
-    # Truncated, not rounded: 0.99996 must not be read as attained.
-    shown = f"{int(ratio * 1e4) / 1e4:.4f}" if ratio < 1 else "1"
-    words = f"attacked: tightest ratio {shown}"
+    words = f"attacked: tightest ratio {show_ratio(ratio)}"
     return f"{words} ({record.detail['attack']})" if record.detail["attack"] else words
 
 
