@@ -1,6 +1,6 @@
 """What a statement takes for granted: expressions and the values they have by hypothesis."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import sympy as sp
@@ -20,9 +20,10 @@ class Hypotheses:
     indices). Any other key is brought to normal form and solved for one of its sums.
     """
 
-    def __init__(self, form: "NormalForm") -> None:
-        """Start without hypotheses, for ``form``."""
+    def __init__(self, form: "NormalForm", sizes: Iterable[sp.Basic]) -> None:
+        """Start without hypotheses, for ``form``; ``sizes`` are lengths, never free indices."""
         self._form = form
+        self._sizes = frozenset(sizes)
         self._symbols: dict[sp.Symbol, sp.Expr] = {}
         self._entries: list[tuple[sp.Indexed, sp.Expr]] = []
         self._factors: dict[sp.Expr, Polynomial] = {}
@@ -31,10 +32,7 @@ class Hypotheses:
         """Sort the hypotheses; ``ValueError`` for a key that cannot be solved for one factor."""
         for key, value in given.items():
             key, value = sp.sympify(key), sp.sympify(value)
-            if isinstance(key, sp.Symbol | sp.Indexed):
-                base = key if isinstance(key, sp.Symbol) else key.base
-                if value.has(base):
-                    raise ValueError(f"given: the value of {key} contains {base} itself: {value}")
+            self._reject_circle(key, value)
             if isinstance(key, sp.Symbol):
                 self._symbols[key] = resolve(value)
             elif isinstance(key, sp.Indexed):
@@ -47,7 +45,7 @@ class Hypotheses:
         if isinstance(e, sp.Symbol):
             return self._form.convert(self._symbols[e]) if e in self._symbols else None
         for pattern, value in self._entries:
-            bound = match_entry(pattern, e)
+            bound = match_entry(pattern, e, self._sizes)
             if bound is not None:
                 return self._form.convert(value.subs(bound, simultaneous=True))
         return None
@@ -55,6 +53,17 @@ class Hypotheses:
     def replace_factor(self, factor: sp.Expr) -> Polynomial | None:
         """The value of a sum (in normal form) by hypothesis, or None."""
         return self._factors.get(factor)
+
+    def _reject_circle(self, key: sp.Expr, value: sp.Expr) -> None:
+        if isinstance(key, sp.Indexed):
+            inside = [entry for entry in value.atoms(sp.Indexed) if self._matches(key, entry)]
+        else:
+            inside = [key] if value.has(key) else []
+        if inside:
+            raise ValueError(f"given: the value of {key} contains {inside[0]} itself: {value}")
+
+    def _matches(self, pattern: sp.Indexed, entry: sp.Indexed) -> bool:
+        return match_entry(pattern, entry, self._sizes) is not None
 
     def _add_factor(self, key: sp.Expr, value: sp.Expr) -> None:
         left = self._form.of(key)
@@ -74,15 +83,26 @@ class Hypotheses:
         )
 
 
-def match_entry(pattern: sp.Indexed, entry: sp.Indexed) -> dict[sp.Expr, sp.Expr] | None:
-    """``mu[i]`` against ``mu[3]`` gives ``{i: 3}``; None where they do not match."""
+def match_entry(
+    pattern: sp.Indexed, entry: sp.Indexed, sizes: frozenset[sp.Basic]
+) -> dict[sp.Basic, sp.Basic] | None:
+    """``mu[i]`` against ``mu[3]`` gives ``{i: 3}``; None where they do not match.
+
+    ``c[i + p]`` with the length p matches ``c[j + p]``, at ``i = j``, and no entry without p.
+    """
     if pattern.base != entry.base or len(pattern.indices) != len(entry.indices):
         return None
-    bound: dict[sp.Expr, sp.Expr] = {}
+    bound: dict[sp.Basic, sp.Basic] = {}
     for wanted, found in zip(pattern.indices, entry.indices, strict=True):
-        if isinstance(wanted, sp.Symbol):
-            if bound.setdefault(wanted, found) != found:
+        names = sorted(wanted.free_symbols - sizes, key=str)
+        if not names:
+            if wanted != found:
                 return None
-        elif wanted != found:
+            continue
+        shift = wanted - names[0]
+        value = found - shift
+        if len(names) > 1 or shift.free_symbols & (value.free_symbols | {names[0]}):
+            return None
+        if bound.setdefault(names[0], value) != value:
             return None
     return bound

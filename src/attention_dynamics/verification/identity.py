@@ -86,12 +86,13 @@ def _exact(
 def _prove_entry(
     label: str, a: sp.Expr, b: sp.Expr, given: dict[Any, Any]
 ) -> tuple[str, list[str]]:
-    form = NormalForm(given)
+    sizes = sizes_of([a, b, *map(sp.sympify, [*given, *given.values()])])
+    form = NormalForm(given, sizes)
     difference = _difference(form, a, b)
     if vanishes(form, difference):
         return "normal form", _shown(form)
     # Hyperbolic and trigonometric identities are identities in exponentials.
-    exponential = NormalForm(given)
+    exponential = NormalForm(given, sizes)
     rewritten = _difference(exponential, resolve(a).rewrite(sp.exp), resolve(b).rewrite(sp.exp))
     if vanishes(exponential, rewritten):
         return "normal form in exponentials", _shown(exponential)

@@ -56,7 +56,10 @@ class Instances:
         Raises ``ValueError`` when no point satisfies the hypotheses or has finite sides.
         """
         everything = [left, right, *self._given, *self._given.values()]
-        sizes, indices = sizes_of(everything), free_indices(everything)
+        sizes = sizes_of(everything)
+        stated = left.free_symbols | right.free_symbols
+        # An index that occurs in hypotheses only is theirs, and takes every value there.
+        indices = {s: r for s, r in free_indices(everything).items() if s in stated}
         for number in range(count):
             lengths = dict(zip(sizes, SIZES[number % len(SIZES)], strict=False))
             values: dict[sp.Basic, sp.Basic] = {s: sp.Integer(n) for s, n in lengths.items()}
@@ -65,7 +68,7 @@ class Instances:
                 # Equal indices first, so that Kronecker deltas are seen at 1 and at 0.
                 chosen = first if number < 2 else self._random.randint(first, last)
                 values[symbol] = sp.Integer(chosen)
-            yield self._point(_Explicit(values), left, right)
+            yield self._point(_Explicit(values, frozenset(sizes)), left, right)
 
     def _point(self, explicit: "_Explicit", left: sp.Expr, right: sp.Expr) -> Point:
         sides = [explicit(left), explicit(right)]
@@ -149,8 +152,9 @@ class Instances:
 class _Explicit:
     """An expression with numbers for lengths and indices, and plain symbols for entries."""
 
-    def __init__(self, values: dict[sp.Basic, sp.Basic]) -> None:
+    def __init__(self, values: dict[sp.Basic, sp.Basic], sizes: frozenset[sp.Basic]) -> None:
         self._values = values
+        self._sizes = {s: v for s, v in values.items() if s in sizes}
         self._entries: dict[sp.Symbol, sp.Indexed] = {}
 
     def __call__(self, expression: sp.Expr) -> sp.Expr:
@@ -162,13 +166,25 @@ class _Explicit:
         for key, value in given.items():
             if entry is None or not isinstance(key, sp.Indexed) or key.base != entry.base:
                 continue
-            bound = dict(self._values)
-            for wanted, found in zip(key.indices, entry.indices, strict=True):
-                if isinstance(wanted, sp.Symbol):
-                    bound[wanted] = found
-            if tuple(index.subs(bound) for index in key.indices) == entry.indices:
-                return self._of(value, bound)
+            bound: dict[Any, Any] = {}
+            if self._match(key, entry, bound):
+                return self._of(value, {**self._values, **bound})
         return None
+
+    def _match(self, key: sp.Indexed, entry: sp.Indexed, bound: dict[Any, Any]) -> bool:
+        """Solve ``c[i + 2]`` against ``c[3]`` for i, which starts at 1 where it is shifted."""
+        for wanted, found in zip(key.indices, entry.indices, strict=True):
+            index = wanted.subs(self._sizes)
+            names = index.free_symbols
+            if not names:
+                if index != found:
+                    return False
+                continue
+            (name,) = names
+            value = found - index.subs(name, 0)
+            if (index != name and value < 1) or bound.setdefault(name, value) != value:
+                return False
+        return True
 
     def describe(self, values: Mapping[sp.Symbol, Any], limit: int = 12) -> str:
         """``T = 3, k = 1, x[1, 2] = 0.7, ...``."""

@@ -65,7 +65,8 @@ def _note(kind: str, records: list[CheckRecord]) -> str:
     if kind == "attacked":
         ratios = [d["tightest_ratio"] for d in detail]
         sharp = sum(d["at_least"] is not None and d["at_least"] >= 0.99 for d in detail)
-        return f"tightest ratios {show_ratio(min(ratios))} to {show_ratio(max(ratios))}, {sharp} shown sharp"
+        reach = f"{show_ratio(min(ratios))} to {show_ratio(max(ratios))}"
+        return f"tightest ratios {reach}, {sharp} shown sharp"
     if kind == "certified":
         return f"{sum(d['boxes'] for d in detail)} boxes"
     missed = sum(record.status == "missed" for record in records)

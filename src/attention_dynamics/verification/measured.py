@@ -159,7 +159,7 @@ def band(
     uses: Sequence[str] = (),
     title: str = "",
 ) -> CheckRecord:
-    r""":math:`[\mathrm{low}, \mathrm{high}] \subseteq \mathrm{band}`: the interval, not the estimate.
+    r""":math:`[l, h] \subseteq \mathrm{band}`: the whole interval, not the estimate alone.
 
     Either end of a band may be None (open). With ``missed_because`` the interval must *not* lie
     inside the band: the record's status is then ``missed`` and the page says why. ``wrong`` is a

@@ -6,7 +6,7 @@ get canonical names, Kronecker deltas are summed away. What is left is a polynom
 factors; two expressions with one normal form are equal.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import sympy as sp
@@ -26,12 +26,17 @@ class NormalForm:
     collapsed by a Kronecker delta lies in its range, a ratio of a geometric sum is not 1.
     """
 
-    def __init__(self, given: Mapping[Any, Any] | None = None) -> None:
-        """Start with the hypotheses ``given``, expressions mapped to what they equal."""
+    def __init__(
+        self, given: Mapping[Any, Any] | None = None, sizes: Iterable[sp.Basic] = ()
+    ) -> None:
+        """Start with the hypotheses ``given``, expressions mapped to what they equal.
+
+        ``sizes`` are the symbols that stand for lengths in the indices of ``given``.
+        """
         self.assumptions: list[sp.Basic] = []
         self._cache: dict[sp.Basic, Polynomial] = {}
         self._sums = SumNormaliser(self)
-        self.hypotheses = Hypotheses(self)
+        self.hypotheses = Hypotheses(self, sizes)
         self.hypotheses.add(given or {})
 
     def of(self, expression: sp.Expr) -> Polynomial:
