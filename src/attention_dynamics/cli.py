@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 def _list(options: argparse.Namespace) -> None:
     for name in experiments.names():
         experiment = experiments.get(name)
-        print(f"{name}: {(experiment.__doc__ or '').strip().splitlines()[0]}")
+        print(f"{name}\n  {(experiment.__doc__ or '').strip().splitlines()[0]}")
         for profile, chosen in experiment.PROFILES.items():
             print(f"  {profile:<6} {len(chosen.configs)} configs x {len(chosen.seeds)} seeds")
 

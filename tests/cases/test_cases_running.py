@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
+from attention_dynamics.experiments import width
 from attention_dynamics.running import process_pool, sweep
 
 TOY = Path(__file__).parents[1] / "unit" / "running"
@@ -98,3 +99,47 @@ def test_case_23_killed_while_writing_leaves_the_previous_results_intact(tmp_pat
     assert finish(tmp_path) == (0, "")
     assert set(finished_cells(tmp_path)) == set(kept)
     assert (tmp_path / "table.parquet").read_bytes() == table
+
+
+DRAW = """
+import sys
+from attention_dynamics.experiments import width
+from attention_dynamics.experiments.estimates import geometric_means
+from attention_dynamics.plotting import figure, plot_scaling, save_svg
+from attention_dynamics.running import sweep
+
+frame = sweep(width, "smoke", seeds=[0, 1], directory=sys.argv[1])
+drawn, axes = figure()
+curves = {name: geometric_means(frame, name, "heads") for name in width.BANDS}
+plot_scaling(axes, curves, against="heads", xlabel="heads $m$")
+save_svg(drawn, sys.argv[1] + "/width.svg")
+"""
+
+
+def test_case_24_the_same_seeds_give_the_same_data_and_figure_byte_for_byte(tmp_path):
+    contents = []
+    for hash_seed in ("0", "7"):
+        directory = tmp_path / hash_seed
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"}
+        subprocess.run(
+            [sys.executable, "-c", DRAW, str(directory)], check=True, env=environment, timeout=120
+        )
+        contents.append(
+            [(directory / name).read_bytes() for name in ("table.parquet", "width.svg")]
+        )
+    assert contents[0] == contents[1]
+    assert all(len(content) > 1000 for content in contents[0])
+
+
+def test_case_28_two_cells_whose_seed_and_width_have_the_same_sum_share_nothing():
+    states = {
+        (seed, heads, role): width._stream(seed, role, width.Config(heads)).get_state()
+        for seed, heads in ((0, 24), (8, 16), (16, 8), (8, 24), (0, 16))
+        for role in ("student", "unpaired", "random", "adversary")
+    }
+    assert len({state.numpy().tobytes() for state in states.values()}) == len(states)
+    a, b = (
+        width.symmetric_initialisation(heads, 3, generator=width._stream(seed, "student", config))
+        for seed, heads, config in ((8, 16, width.Config(16)), (16, 8, width.Config(8)))
+    )
+    assert not set(a.U.flatten().tolist()) & set(b.U.flatten().tolist())
