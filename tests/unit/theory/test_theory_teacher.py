@@ -1,0 +1,121 @@
+"""The teacher: a fixed function, its Monte-Carlo error, and the error of m heads against it."""
+
+import math
+
+import pytest
+import torch
+
+from attention_dynamics.data.streams import generator
+from attention_dynamics.data.tokens import query_vector, unit_ball_tokens
+from attention_dynamics.models.parameters import (
+    independent_initialisation,
+    symmetric_initialisation,
+)
+from attention_dynamics.theory import (
+    Teacher,
+    TransportNorms,
+    approximation_error,
+    head_contributions,
+    random_multi_anchor,
+    transported_function,
+)
+
+T, d = 6, 4
+
+
+@pytest.fixture(scope="module")
+def transport():
+    query = query_vector(d, generator=generator(0, "query"), dtype=torch.float64)
+    return random_multi_anchor(
+        4, T, d, generator=generator(0, "anchors"), norms=TransportNorms(2, 2, 2), query=query,
+        dtype=torch.float64,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return unit_ball_tokens(50, T, d, generator=generator(0, "tokens"), dtype=torch.float64)
+
+
+def test_it_averages_over_its_heads(transport, tokens):
+    # 2500 heads span three chunks
+    teacher = Teacher(transport, generator=generator(0, "teacher"), heads=2500)
+    values, errors = teacher.evaluate(tokens)
+    z = head_contributions(tokens, transport, teacher.parameters)
+    assert torch.allclose(values, z.mean(dim=1), rtol=1e-12, atol=1e-15)
+    assert torch.allclose(errors, z.std(dim=1) / math.sqrt(2500), rtol=1e-10)
+    assert torch.equal(values, teacher(tokens))
+    assert torch.equal(errors, teacher.standard_error(tokens))
+    assert torch.equal(transported_function(tokens, transport, teacher.parameters), z.mean(dim=1))
+
+
+def test_chunks_of_samples_change_nothing(transport):
+    long = unit_ball_tokens(1100, T, d, generator=generator(0, "long"), dtype=torch.float64)
+    teacher = Teacher(transport, generator=generator(0, "teacher"), heads=1024)
+    parts = torch.cat([teacher(part) for part in long.split(137)])
+    assert torch.allclose(teacher(long), parts, rtol=1e-12, atol=1e-16)
+
+
+def test_masked_tokens_are_left_out(transport, tokens):
+    teacher = Teacher(transport, generator=generator(0, "teacher"), heads=128)
+    mask = torch.ones(50, T, dtype=torch.bool)
+    mask[:, 4:] = False
+    assert torch.allclose(teacher(tokens, mask), teacher(tokens[:, :4]), rtol=1e-12, atol=1e-16)
+
+
+def test_the_standard_error_covers_independent_teachers(transport, tokens):
+    reference = Teacher(transport, generator=generator(0, "reference"), heads=40000)(tokens)
+    misses = []
+    for k in range(40):
+        teacher = Teacher(transport, generator=generator(0, "teacher", k), heads=400)
+        values, errors = teacher.evaluate(tokens)
+        misses.append((values - reference) / errors)
+    deviation = torch.stack(misses)  # standard normal up to the error of the reference
+    assert 0.8 < float(deviation.square().mean().sqrt()) < 1.25
+    assert float((deviation.abs() < 1.96).double().mean()) > 0.9
+
+
+def test_two_teachers_of_one_seed_agree_and_of_two_seeds_do_not(transport, tokens):
+    first, again, other = (
+        Teacher(transport, generator=generator(s, "teacher"), heads=64)(tokens) for s in (0, 0, 1)
+    )
+    assert torch.equal(first, again)
+    assert not torch.allclose(first, other)
+
+
+def test_approximation_error_is_the_maximum_and_the_root_mean_square(transport, tokens):
+    parameters = symmetric_initialisation(8, d, generator=generator(0, "m"), dtype=torch.float64)
+    teacher = torch.linspace(-1, 1, 50, dtype=torch.float64)
+    error = transported_function(tokens, transport, parameters) - teacher
+    found = approximation_error(teacher, transport, parameters, tokens)
+    assert found.sup == pytest.approx(float(error.abs().max()), rel=1e-13)
+    assert found.rms == pytest.approx(float(error.square().mean().sqrt()), rel=1e-13)
+    with pytest.raises(ValueError, match=r"teacher_values: expected shape \(n,\) with n = 50"):
+        approximation_error(teacher[:-1], transport, parameters, tokens)
+
+
+def test_paired_heads_approximate_like_half_as_many(transport, tokens):
+    reference = Teacher(transport, generator=generator(0, "reference"), heads=20000)(tokens)
+
+    def mean_square(draw, heads):
+        errors = [
+            approximation_error(
+                reference,
+                transport,
+                draw(heads, d, generator=generator(k, "heads", heads), dtype=torch.float64),
+                tokens,
+            ).rms
+            for k in range(60)
+        ]
+        return sum(e * e for e in errors) / len(errors)
+
+    paired, unpaired = (
+        mean_square(draw, 32) for draw in (symmetric_initialisation, independent_initialisation)
+    )
+    assert 1.4 < paired / unpaired < 2.8  # 2 in the mean
+    assert 2.6 < unpaired / mean_square(independent_initialisation, 128) < 6.0  # 4 in the mean
+
+
+def test_a_teacher_needs_two_heads(transport):
+    with pytest.raises(ValueError, match="heads: expected an integer >= 2, got 1"):
+        Teacher(transport, generator=generator(0), heads=1)
