@@ -159,7 +159,7 @@ def test_float32_agrees_with_float64_to_its_own_precision():
     assert_parameters_close(low.to(dtype=torch.float64), high, rtol=1e-4, atol=1e-6)
 
 
-# ---- symmetric initialisation -------------------------------------------------------------------
+# ---- symmetric initialisation ----
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -207,7 +207,7 @@ def test_twins_keep_their_own_derivatives():
         torch.testing.assert_close(block[3:], sign * block[:3], **TIGHT)
 
 
-# ---- logit scale, layout ------------------------------------------------------------------------
+# ---- logit scale, layout ----
 
 
 @pytest.mark.parametrize(("exponent", "expected"), [(0, 1.0), (-0.5, 0.25), (-1, 1 / 16)])
@@ -238,7 +238,7 @@ def test_column_layout_is_converted():
         from_column_layout(columns[0])
 
 
-# ---- the module ---------------------------------------------------------------------------------
+# ---- the module ----
 
 
 @pytest.fixture
@@ -384,7 +384,7 @@ def test_the_printed_module_says_what_it_is(module):
         assert piece in text
 
 
-# ---- bad input ----------------------------------------------------------------------------------
+# ---- bad input ----
 
 
 def test_errors_name_the_argument_the_value_and_the_remedy():
