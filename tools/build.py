@@ -6,6 +6,7 @@ notebooks, so that the pages show exactly the outputs that were tested.
 """
 
 import argparse
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,10 @@ from pathlib import Path
 
 from tools.execute import kernel_environment
 from tools.sources import PINS, Book, BookError, digest, files_under
+
+#: Lines of the builder worth repeating; its own closing traceback ends in a bare "RuntimeError: ".
+COMPLAINT = re.compile(r"\b(?:WARNING|ERROR|CRITICAL|SEVERE)\b|^\w*(?:Error|Exception): *\S")
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def check_fresh(book: Book) -> None:
@@ -57,6 +62,22 @@ def pages_key(book: Book) -> str:
     return digest(book.root, [*paths, *([book.record] if book.record.is_file() else [])])
 
 
+def run_builder(command: list[str], environment: dict[str, str]) -> tuple[int, list[str]]:
+    """Run the builder, pass its messages on, and return its status and what it complained of.
+
+    The complaints are repeated at the end, where a reader looks: a long traceback of the builder
+    itself follows them otherwise.
+    """
+    complaints = []
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            print(line, end="", file=sys.stderr, flush=True)
+            if COMPLAINT.search(line):
+                complaints.append(COLOUR.sub("", line).strip())
+    return process.returncode, complaints
+
+
 def build(book: Book, force: bool = False) -> bool:
     """Build the pages unless they are up to date; return whether they were built."""
     book.check_contents()
@@ -72,10 +93,12 @@ def build(book: Book, force: bool = False) -> bool:
     loaded = len(cache.list_cache_records())
     command = [str(Path(sys.executable).parent / "jupyter-book"), "build", str(book.root)]
     command += ["-W", "-n", "--keep-going", "--all", "--quiet"]
-    done = subprocess.run(command, env=kernel_environment(book.root), check=False)
-    if done.returncode != 0:
+    status, complaints = run_builder(command, kernel_environment(book.root))
+    if status != 0:
         shutil.rmtree(book.html, ignore_errors=True)
-        raise BookError("the pages were not built: see the warnings above, each one counts")
+        raise BookError(
+            "\n  ".join(["the pages were not built; every warning counts:", *complaints])
+        )
     if len(cache.list_cache_records()) != loaded:
         shutil.rmtree(book.html, ignore_errors=True)
         raise BookError("the pages step executed a chapter again: its outputs were not found")

@@ -1,0 +1,121 @@
+"""The step that executes: what must stop it, what must not be executed, and where kernels run."""
+
+import json
+import re
+import subprocess
+import sys
+
+import nbformat
+import pytest
+from small_book import REPOSITORY, FixtureBook
+
+from tools.execute import run_notebooks
+from tools.sources import Book, BookError
+
+pytestmark = [pytest.mark.build, pytest.mark.xdist_group("build")]
+
+FAILING_CELL = """
+```{code-cell} ipython3
+raise ValueError("the measure is negative")
+```
+"""
+
+SLEEPING_CELL = """
+```{code-cell} ipython3
+import time
+
+time.sleep(600)
+```
+"""
+
+
+def test_every_chapter_is_executed_once_and_its_seconds_are_kept(built_book: FixtureBook) -> None:
+    record = json.loads((built_book.root / "build" / "executed.json").read_text("utf8"))
+    assert sorted(record) == ["book/chapter", "book/second", "book/third"]
+    assert all(0 < entry["seconds"] < 60 for entry in record.values())
+    again = built_book.execute()
+    assert again.returncode == 0
+    assert again.stdout.count("unchanged, outputs kept") == 3
+
+
+def test_a_failing_cell_stops_the_build_and_shows_its_traceback(book: FixtureBook) -> None:
+    book.append(book.chapter, FAILING_CELL)
+    executed = book.execute()
+    assert executed.returncode == 1
+    assert "ValueError: the measure is negative" in plain(executed.stdout)
+    assert "error: chapters that failed: book/chapter" in executed.stderr
+    built = book.build()
+    assert built.returncode == 1
+    assert "stale outputs: book/chapter (never executed)" in built.stderr
+
+
+def test_a_cell_that_takes_too_long_stops_the_build(book: FixtureBook) -> None:
+    book.edit(book.root / "_config.yml", "timeout: 20\n", "timeout: 2\n")
+    book.append(book.chapter, SLEEPING_CELL)
+    executed = book.execute()
+    assert executed.returncode == 1
+    assert "timed out" in executed.stdout
+    assert "after 2 seconds" in executed.stdout
+    assert "time.sleep(600)" in executed.stdout
+    assert "error: chapters that failed: book/chapter" in executed.stderr
+
+
+def test_a_copy_step_after_a_failing_cell_is_never_reached(book: FixtureBook) -> None:
+    """Case 18: under the Makefile's shell neither a pipe nor a later line hides the failure."""
+    book.append(book.chapter, FAILING_CELL)
+    rules = book.root / "publish.mk"
+    rules.write_text(
+        "publish:\n"
+        f"\tcd {REPOSITORY} && {sys.executable} -m tools.execute --root {book.root} | cat; \\\n"
+        f"\tcp -r {book.root}/_build/html {book.root}/published\n"
+        "\n"
+        ".PHONY: publish\n",
+        "utf8",
+    )
+    makefile = REPOSITORY / "Makefile"
+    command = ["make", "-f", str(makefile), "-f", str(rules), "publish"]
+    done = subprocess.run(command, cwd=book.root, text=True, capture_output=True, timeout=240)
+    assert done.returncode == 2
+    assert "chapters that failed: book/chapter" in done.stderr
+    assert not (book.root / "published").exists()
+
+
+def test_a_virtual_environment_in_the_project_is_left_alone(built_book: FixtureBook) -> None:
+    """Case 19: neither executed nor indexed, though it holds a page, a notebook and a script."""
+    assert len(list((built_book.root / ".venv").rglob("foreign.*"))) == 3
+    assert not built_book.marker.exists()
+    html = built_book.root / "_build" / "html"
+    assert not list(html.rglob("*foreign*"))
+    assert "foreign" not in (html / "searchindex.js").read_text("utf8").lower()
+
+
+def test_kernels_find_the_library_from_wherever_they_start(built_book: FixtureBook) -> None:
+    """Case 20: the path comes from the package, which reads a file beside itself."""
+    notebook = built_book.root / "build" / "nb" / "book" / "chapter.ipynb"
+    outputs = [cell.outputs for cell in nbformat.read(notebook, 4).cells if cell.get("outputs")]
+    assert outputs[0][0].data["text/plain"] == "'answer 41'"
+    assert outputs[1][0].text == "threads: 1\n"
+
+
+@pytest.mark.parametrize(("workers", "expected"), [(2, "2"), (16, "3")])
+def test_kernels_are_never_more_than_the_workers_or_the_chapters(
+    built_book: FixtureBook, monkeypatch: pytest.MonkeyPatch, workers: int, expected: str
+) -> None:
+    """Case 20: three chapters share the workers asked for."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
+    monkeypatch.setattr("tools.execute.write_notebook", lambda book, page: book.notebook(page))
+    with pytest.raises(BookError, match="pytest stopped before running them"):
+        run_notebooks(Book(built_book.root), list(Book(built_book.root).chapters), workers)
+    assert commands[0][commands[0].index("-n") + 1] == expected
+
+
+def test_no_built_file_is_tracked() -> None:
+    command = ["git", "ls-files", "*.ipynb", "build", "_build", ".venv", "*/.jupyter_cache/*"]
+    listed = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True, check=True)
+    assert listed.stdout == ""
+
+
+def plain(text: str) -> str:
+    """Terminal text without its colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)

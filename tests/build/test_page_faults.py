@@ -1,0 +1,78 @@
+"""What no builder warns about: the browser and the reader of links must find each of these."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser
+from small_book import FixtureBook
+
+from tools.browse import HOW_TO_GET_CHROMIUM, PHONE, find_chromium, open_browser, serve, visit
+from tools.links import broken_links
+
+pytestmark = [pytest.mark.build, pytest.mark.site, pytest.mark.xdist_group("build")]
+
+FAULTY = r"""
+An undefined macro, $\undefinedmacro{x}$.
+
+An unbalanced brace:
+
+$$ \frac{1}{2 $$
+
+![](_static/favicon.svg)
+
+<img src="https://example.org/picture.png" alt="a picture from another machine">
+
+<a href="nowhere.html">nowhere</a> and <a href="chapter.html#no-such-place">no such place</a>
+
+<div style="width: 700px; height: 1px"></div>
+
+<script>console.warn("something is wrong"); undefinedFunction();</script>
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if find_chromium() is None:
+        if os.environ.get("REQUIRE_BROWSER") == "1":
+            pytest.fail(HOW_TO_GET_CHROMIUM)
+        pytest.skip(HOW_TO_GET_CHROMIUM)
+    with open_browser() as chromium:
+        yield chromium
+
+
+def faults(browser: Browser, site: Path, page: str) -> list[str]:
+    with serve(site) as origin:
+        wide = visit(browser, origin, page)
+        narrow = visit(browser, origin, page, size=PHONE)
+    return wide.faults + narrow.faults + visit(browser, site.as_uri(), page).faults
+
+
+def test_the_unbroken_book_is_clean(built_book: FixtureBook, browser: Browser) -> None:
+    site = built_book.root / "_build" / "html"
+    assert broken_links(site) == []
+    for page in ("book/index.html", "book/chapter.html"):
+        assert faults(browser, site, page) == []
+
+
+def test_each_fault_of_a_page_is_found(book: FixtureBook, browser: Browser) -> None:
+    book.append(book.index, FAULTY)
+    built = book.build()
+    assert built.returncode == 0, "these faults pass the builder: " + built.stderr
+    site = book.root / "_build" / "html"
+    found = "\n".join(faults(browser, site, "book/index.html"))
+    for fault in (
+        r"bad formula, MathJax says: Undefined control sequence \undefinedmacro",
+        r"unrendered formula: \[ \frac{1}{2 \]",
+        "3 formulas but 2 rendered",
+        "image without a meaningful alt text: ../_images/favicon.svg",
+        "external request: https://example.org/picture.png",
+        "px wide in a window of 390 px",
+        "console warning: something is wrong",
+        "undefinedFunction is not defined",
+    ):
+        assert fault in found
+    links = "\n".join(broken_links(site))
+    assert "book/index.html: nowhere.html leads to no file" in links
+    assert "book/index.html: chapter.html#no-such-place leads to no such anchor" in links
