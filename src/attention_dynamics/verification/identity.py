@@ -12,6 +12,7 @@ from attention_dynamics.verification.instances import DIGITS, Instances
 from attention_dynamics.verification.normal_form import NormalForm
 from attention_dynamics.verification.ranges import sizes_of
 from attention_dynamics.verification.record import CheckFailed
+from attention_dynamics.verification.typeset import latex
 
 NUMERIC_POINTS = 20
 GUARD_POINTS = 4  # a proof is also evaluated, by code that shares nothing with it
@@ -29,7 +30,7 @@ class Proof:
 
 def statement_of(lhs: Any, rhs: Any) -> str:
     """``lhs = rhs`` in LaTeX."""
-    return f"{sp.latex(_sympified(lhs))} = {sp.latex(_sympified(rhs))}"
+    return f"{latex(_sympified(lhs))} = {latex(_sympified(rhs))}"
 
 
 def prove(label: str, lhs: Any, rhs: Any, wrong: Any, given: dict[Any, Any], method: str) -> Proof:
@@ -67,7 +68,7 @@ def prove(label: str, lhs: Any, rhs: Any, wrong: Any, given: dict[Any, Any], met
         scope = f"for every {', '.join(sizes)}" if sizes else "exactly"
         detail = _exact(label, pairs, given)
     detail["sizes"] = sizes
-    detail["given"] = [f"{sp.latex(k)} = {sp.latex(sp.sympify(v))}" for k, v in given.items()]
+    detail["given"] = [f"{latex(k)} = {latex(sp.sympify(v))}" for k, v in given.items()]
     return Proof(scope, detail, _refute(label, twins, instances))
 
 
