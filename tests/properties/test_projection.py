@@ -111,7 +111,9 @@ def test_contains_sees_a_point_outside_and_a_nan():
     assert not region.contains(outside)
     free_but_nan = centre()
     free_but_nan.U[0, 0] = math.nan
-    assert not region.contains(free_but_nan)
+    for question in (region.contains, region.project, region.active):
+        with pytest.raises(ValueError, match=r"parameters\.U: expected finite values, got nan"):
+            question(free_but_nan)
 
 
 @pytest.mark.parametrize("radius", [-1.0, math.nan, math.inf, -math.inf])

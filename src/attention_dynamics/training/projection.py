@@ -83,7 +83,7 @@ class ProjectionSet:
         in each block and head: the nearest point of the set. A head inside its ball comes back
         bit for bit; the arguments are not changed.
 
-        Raises ValueError or TypeError if the shapes or the dtype are not those of the centre.
+        Raises ValueError or TypeError for NaN, infinity, or a shape or dtype unlike the centre's.
         """
         self._require_same_shape(parameters)
         return self.project_with_norms(parameters)[0]
@@ -107,7 +107,7 @@ class ProjectionSet:
 
         A free block counts 0, a frozen one m, since a ball of radius 0 is all boundary.
 
-        Raises ValueError or TypeError if the shapes or the dtype are not those of the centre.
+        Raises ValueError or TypeError for NaN, infinity, or a shape or dtype unlike the centre's.
         """
         self._require_same_shape(parameters)
         counts = (
@@ -120,15 +120,13 @@ class ProjectionSet:
         r""":math:`\|\phi_i - \phi_i^0\| \le \rho/\sqrt m + \text{atol}` for every head and block.
 
         A projected point may miss by the rounding of :math:`\phi_i^0 + \delta`: allow a few units
-        in the last place of the parameters. False if a parameter is NaN.
+        in the last place of the parameters.
 
-        Raises ValueError or TypeError if the shapes or the dtype are not those of the centre.
+        Raises ValueError or TypeError for NaN, infinity, or a shape or dtype unlike the centre's.
         """
         self._require_same_shape(parameters)
         return all(
-            bool(torch.isfinite(norms).all())
-            if limit is None
-            else bool((norms <= limit + atol).all())
+            limit is None or bool((norms <= limit + atol).all())
             for norms, limit in zip(self._distances(parameters), self.limits(), strict=True)
         )
 
