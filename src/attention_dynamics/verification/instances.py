@@ -6,14 +6,14 @@ plain variables, and the result is evaluated by mpmath.
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import mpmath
 import sympy as sp
-from sympy.core.function import AppliedUndef
 
+from attention_dynamics.verification.explicit import Explicit, short
 from attention_dynamics.verification.ranges import free_indices, sizes_of
 
 DIGITS = 40
@@ -21,6 +21,7 @@ WORKING_DIGITS = 60
 AGREEMENT = mpmath.mpf(10) ** -DIGITS
 SIZES = ((3, 2, 4, 3, 2), (2, 3, 3, 4, 3))
 ATTEMPTS = 20
+DEPTH = 8  # hypotheses whose values name other hypotheses, at most this deep
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Point:
 
     def __str__(self) -> str:
         """``at T = 3, ...: 0.25 against 0.5``."""
-        return f"at {self.where}: {_short(self.left)} against {_short(self.right)}"
+        return f"at {self.where}: {short(self.left)} against {short(self.right)}"
 
 
 class Instances:
@@ -49,6 +50,8 @@ class Instances:
         """Seed from a text; ``given`` are the hypotheses the points have to satisfy."""
         self._random = random.Random(hashlib.sha256(seed.encode()).digest())
         self._given = {sp.sympify(key): sp.sympify(value) for key, value in given.items()}
+        self._explicit: dict[Any, Explicit] = {}
+        self._cache: dict[Any, _Compiled] = {}
 
     def points(self, left: sp.Expr, right: sp.Expr, count: int) -> Iterator[Point]:
         """``count`` points, over two sets of lengths and changing index values.
@@ -60,17 +63,46 @@ class Instances:
         stated = left.free_symbols | right.free_symbols
         # An index that occurs in hypotheses only is theirs, and takes every value there.
         indices = {s: r for s, r in free_indices(everything).items() if s in stated}
+        settings = list(self._settings(sizes, indices))
         for number in range(count):
-            lengths = dict(zip(sizes, SIZES[number % len(SIZES)], strict=False))
-            values: dict[sp.Basic, sp.Basic] = {s: sp.Integer(n) for s, n in lengths.items()}
-            for symbol, (low, high) in indices.items():
-                first, last = int(low.subs(values)), int(high.subs(values))
-                # Equal indices first, so that Kronecker deltas are seen at 1 and at 0.
-                chosen = first if number < 2 else self._random.randint(first, last)
-                values[symbol] = sp.Integer(chosen)
-            yield self._point(_Explicit(values, frozenset(sizes)), left, right)
+            values = settings[number % len(settings)]
+            compiled = self._compiled(values, frozenset(sizes), left, right)
+            yield self._point(compiled)
 
-    def _point(self, explicit: "_Explicit", left: sp.Expr, right: sp.Expr) -> Point:
+    def _settings(
+        self, sizes: list[sp.Symbol], indices: Mapping[sp.Symbol, tuple[sp.Expr, sp.Expr]]
+    ) -> Iterator[dict[sp.Basic, sp.Basic]]:
+        """Lengths and index values: all indices equal, all distinct, then at random."""
+        choices = ("equal", "distinct", "random") if indices else ("equal",)
+        for choice in choices:
+            for numbers in SIZES:
+                values: dict[sp.Basic, sp.Basic] = {
+                    size: sp.Integer(n) for size, n in zip(sizes, numbers, strict=False)
+                }
+                for place, (symbol, (low, high)) in enumerate(indices.items()):
+                    first, last = int(low.subs(values)), int(high.subs(values))
+                    value = {
+                        "equal": first,
+                        "distinct": min(first + place, last),
+                        "random": self._random.randint(first, max(first, last)),
+                    }[choice]
+                    values[symbol] = sp.Integer(value)
+                yield values
+
+    def _compiled(
+        self,
+        values: dict[sp.Basic, sp.Basic],
+        sizes: frozenset[sp.Basic],
+        left: sp.Expr,
+        right: sp.Expr,
+    ) -> "_Compiled":
+        setting = tuple(values.items())
+        if (setting, left, right) not in self._cache:
+            explicit = self._explicit.setdefault(setting, Explicit(values, sizes))
+            self._cache[setting, left, right] = self._compile(explicit, left, right)
+        return self._cache[setting, left, right]
+
+    def _compile(self, explicit: "Explicit", left: sp.Expr, right: sp.Expr) -> "_Compiled":
         sides = [explicit(left), explicit(right)]
         constraints = []
         definitions: dict[sp.Basic, sp.Expr] = {}
@@ -79,30 +111,36 @@ class Instances:
                 definitions[key] = explicit(value)
             elif not isinstance(key, sp.Indexed):
                 constraints.append(explicit(key) - explicit(value))
-        for _ in range(8):  # values by hypothesis may name others
-            for symbol in set().union(*(e.free_symbols for e in [*sides, *constraints])):
+        for _ in range(DEPTH):  # values by hypothesis may name others
+            present = set().union(*(e.free_symbols for e in [*sides, *constraints]))
+            for symbol in present - set(definitions):
                 definition = explicit.defined(symbol, self._given)
                 if definition is not None:
                     definitions[symbol] = definition
+            if not present & set(definitions):
+                break
             sides = [side.xreplace(definitions) for side in sides]
             constraints = [c.xreplace(definitions) for c in constraints]
         symbols = sorted(set().union(*(e.free_symbols for e in [*sides, *constraints])), key=str)
         # Subexpressions must stay under their integral: mpmath does it by quadrature.
         shared = not any(side.has(sp.Integral) for side in sides)
         evaluate = sp.lambdify(symbols, sides, modules="mpmath", cse=shared)
+        return _Compiled(explicit, symbols, [c for c in constraints if c != 0], evaluate)
+
+    def _point(self, compiled: "_Compiled") -> Point:
         for _ in range(ATTEMPTS):
             with mpmath.workdps(WORKING_DIGITS):
-                values = {s: _to_mp(self._value(s)) for s in symbols}
-                if constraints and not self._solve(constraints, symbols, values):
+                values = {s: _to_mp(self._value(s)) for s in compiled.symbols}
+                if not self._solve(compiled.constraints, compiled.symbols, values):
                     continue
                 try:
-                    a, b = evaluate(*values.values())
+                    a, b = compiled.evaluate(*values.values())
                 except (ZeroDivisionError, ValueError):
                     continue
                 if not (mpmath.isfinite(a) and mpmath.isfinite(b)):
                     continue
                 gap = abs(a - b) / (1 + max(abs(a), abs(b)))
-                return Point(gap, a, b, explicit.describe(values))
+                return Point(gap, a, b, compiled.explicit.describe(values))
         raise ValueError(
             "no random point satisfies the hypotheses with finite sides: give assumptions "
             "(positive=True) to the symbols, or simpler hypotheses"
@@ -112,18 +150,15 @@ class Instances:
         self, constraints: list[sp.Expr], symbols: list[sp.Symbol], values: dict[sp.Symbol, Any]
     ) -> bool:
         """Move one variable a constraint until every hypothesis holds, by Newton's method."""
+        if not constraints:
+            return True
         chosen: list[sp.Symbol] = []
         for constraint in constraints:
-            if constraint == 0:
-                continue
             candidates = [s for s in symbols if s in constraint.free_symbols and s not in chosen]
             if not candidates:
                 return False
             chosen.append(self._random.choice(candidates))
-        active = [c for c in constraints if c != 0]
-        if not active:
-            return True
-        function = sp.lambdify(symbols, active, modules="mpmath", cse=True)
+        function = sp.lambdify(symbols, constraints, modules="mpmath", cse=True)
 
         def residual(*unknowns: Any) -> list[Any]:
             return function(*{**values, **dict(zip(chosen, unknowns, strict=True))}.values())
@@ -149,105 +184,15 @@ class Instances:
         return size * self._random.choice((-1, 1))
 
 
-class _Explicit:
-    """An expression with numbers for lengths and indices, and plain symbols for entries."""
+@dataclass(frozen=True)
+class _Compiled:
+    """Both sides at one setting of lengths and indices, as a function of the remaining values."""
 
-    def __init__(self, values: dict[sp.Basic, sp.Basic], sizes: frozenset[sp.Basic]) -> None:
-        self._values = values
-        self._sizes = {s: v for s, v in values.items() if s in sizes}
-        self._entries: dict[sp.Symbol, sp.Indexed] = {}
-
-    def __call__(self, expression: sp.Expr) -> sp.Expr:
-        return self._of(sp.sympify(expression), self._values)
-
-    def defined(self, symbol: sp.Basic, given: Mapping[Any, Any]) -> sp.Expr | None:
-        """The value that an entry has by a hypothesis on all entries of its array."""
-        entry = self._entries.get(symbol)
-        for key, value in given.items():
-            if entry is None or not isinstance(key, sp.Indexed) or key.base != entry.base:
-                continue
-            bound: dict[Any, Any] = {}
-            if self._match(key, entry, bound):
-                return self._of(value, {**self._values, **bound})
-        return None
-
-    def _match(self, key: sp.Indexed, entry: sp.Indexed, bound: dict[Any, Any]) -> bool:
-        """Solve ``c[i + 2]`` against ``c[3]`` for i, which starts at 1 where it is shifted."""
-        for wanted, found in zip(key.indices, entry.indices, strict=True):
-            index = wanted.subs(self._sizes)
-            names = index.free_symbols
-            if not names:
-                if index != found:
-                    return False
-                continue
-            (name,) = names
-            value = found - index.subs(name, 0)
-            if (index != name and value < 1) or bound.setdefault(name, value) != value:
-                return False
-        return True
-
-    def describe(self, values: Mapping[sp.Symbol, Any], limit: int = 12) -> str:
-        """``T = 3, k = 1, x[1, 2] = 0.7, ...``."""
-        parts = [f"{s} = {v}" for s, v in self._values.items()]
-        parts += [f"{self._entries.get(s, s)} = {_short(v)}" for s, v in values.items()]
-        return ", ".join(parts[:limit]) + (", ..." if len(parts) > limit else "")
-
-    def _of(self, e: Any, values: Mapping[sp.Basic, sp.Basic]) -> Any:
-        if isinstance(e, sp.Symbol):
-            return values.get(e, e)
-        if isinstance(e, sp.Indexed):
-            return self._entry(e, tuple(self._of(index, values) for index in e.indices))
-        if isinstance(e, sp.Sum | sp.Product):
-            return self._written_out(e, list(e.limits), values)
-        if isinstance(e, sp.Derivative):
-            result = self._of(e.expr, values)
-            for variable, count in e.variable_count:
-                result = sp.diff(result, self._of(variable, values), int(count))
-            return result
-        if isinstance(e, sp.Subs):
-            inner = {k: v for k, v in values.items() if k not in e.variables}
-            new = [self._of(value, values) for value in e.point]
-            old = [self._of(variable, inner) for variable in e.variables]
-            return self._of(e.expr, inner).subs(list(zip(old, new, strict=True)), simultaneous=True)
-        if isinstance(e, AppliedUndef):
-            return _concrete(e.func.__name__, [self._of(a, values) for a in e.args])
-        if not e.args:
-            return e
-        return e.func(*(self._of(argument, values) for argument in e.args))
-
-    def _written_out(self, e: Any, limits: list[Any], values: Mapping[Any, Any]) -> Any:
-        if not limits:
-            return self._of(e.function, values)
-        *inner, (symbol, low, high) = limits
-        start, stop = self._of(low, values), self._of(high, values)
-        terms = [
-            self._written_out(e, inner, {**values, symbol: sp.Integer(t)})
-            for t in range(int(start), int(stop) + 1)
-        ]
-        return sp.Add(*terms) if isinstance(e, sp.Sum) else sp.Mul(*terms)
-
-    def _entry(self, e: sp.Indexed, indices: tuple[Any, ...]) -> sp.Symbol:
-        label = e.base.label
-        name = "_".join([str(label), *map(str, indices)])
-        assumptions = {"real": True} | (
-            {"positive": True} if getattr(e.base, "is_positive", None) or label.is_positive else {}
-        )
-        symbol = sp.Symbol(f"{name}_", **assumptions)
-        self._entries[symbol] = e.base[indices]
-        return symbol
-
-
-def _concrete(name: str, arguments: list[sp.Expr]) -> sp.Expr:
-    """A smooth function for an undefined one: its coefficients come from its name."""
-    digest = hashlib.sha256(name.encode()).digest()
-    a, b, c = (sp.Rational(byte + 40, 128) for byte in digest[:3])
-    phase = sp.Add(*(a * (k + 1) * x for k, x in enumerate(arguments)))
-    return sp.sin(phase + b) + c * sp.Mul(*arguments) ** 2 + sp.cos(b * sp.Add(*arguments))
+    explicit: "Explicit"
+    symbols: list[sp.Symbol]
+    constraints: list[sp.Expr]
+    evaluate: Callable[..., Any]
 
 
 def _to_mp(value: sp.Rational) -> Any:
     return mpmath.mpf(int(value.p)) / int(value.q)
-
-
-def _short(value: Any) -> str:
-    return mpmath.nstr(value, 8)
