@@ -89,7 +89,7 @@ TANH = Activation(
     (1.0, 1.0, 4 / (3 * math.sqrt(3))),
     first_from_value=_tanh_slope,
 )
-"""tanh(x); |tanh''| is largest where tanh^2 = 1/3."""
+r""":math:`\tanh x`; :math:`|\tanh''|` is largest where :math:`\tanh^2 = 1/3`."""
 
 ERF = Activation(
     "erf",

@@ -66,7 +66,7 @@ class CheckRecord:
 
     @property
     def evidence(self) -> str:
-        """The kind of evidence in words, with its number: ``proved for every T, d``."""
+        """The kind of evidence in words and its number, such as ``proved for every T, d``."""
         return EVIDENCE[self.kind](self)
 
     @property
