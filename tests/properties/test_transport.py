@@ -94,6 +94,15 @@ def test_the_transported_function_is_a_tangent(query, masked, scale):
     assert torch.allclose(value, expected, rtol=1e-12, atol=1e-15)
 
 
+def test_chunks_of_samples_change_nothing():
+    transport, parameters = transport_of(), heads_of(paired=False, heads=2**14)
+    tokens = unit_ball_tokens(100, T, d, generator=generator(0, "long"), dtype=torch.float64)
+    assert 100 * parameters.U.numel() > 2**22
+    parts = [transported_function(part, transport, parameters) for part in tokens.split(33)]
+    whole = transported_function(tokens, transport, parameters)
+    assert torch.allclose(whole, torch.cat(parts), rtol=1e-12, atol=1e-16)
+
+
 def test_it_is_the_derivative_along_the_transport():
     transport, parameters, tokens = transport_of("last"), heads_of(), tokens_of()
     tangent = transport(parameters).scaled(m**-0.5)

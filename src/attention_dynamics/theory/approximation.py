@@ -89,7 +89,7 @@ def approximation_bound(
     The maximum is Hoeffding's inequality and a union over the samples; the mean square is
     McDiarmid's inequality in :math:`L^2` of the samples, hence free of n. Both act on
     :math:`z\,1\{\|U\| \le R_0\}`, whose mean misses that of z by the bias. ``norms`` bound the
-    transport map, see :meth:`attention_dynamics.theory.MultiAnchorTransport.sup_norm_bounds`.
+    transport map, see :meth:`.MultiAnchorTransport.sup_norm_bounds`.
 
     Raises ValueError for sizes below 1, odd m of paired heads, or probabilities outside (0, 1).
     """

@@ -26,6 +26,8 @@ from attention_dynamics.validation import (
     require_shape,
 )
 
+_BLOCK = 2**22  # elements of the largest array (samples x heads x d) held at once
+
 
 @dataclass(frozen=True)
 class TransportNorms:
@@ -210,9 +212,19 @@ def transported_function(
     what a network of m heads makes of the target in its tangent space. With paired heads the two of
     a pair contribute the same, so only m/2 of them are independent.
 
+    Samples are handled in chunks.
+
     Raises ValueError or TypeError for tokens that are not finite or do not fit the parameters.
     """
-    return head_contributions(tokens, transport, parameters, mask=mask).mean(dim=-1)
+    direction = transport(parameters)
+    chunk = max(1, _BLOCK // parameters.U.numel())
+    parts = []
+    for start in range(0, tokens.shape[0], chunk):
+        rows = slice(start, start + chunk)
+        kept = None if mask is None else mask[rows]
+        z = head_contributions(tokens[rows], transport, parameters, mask=kept, direction=direction)
+        parts.append(z.mean(dim=-1))
+    return torch.cat(parts)
 
 
 class ApproximationError(NamedTuple):
@@ -234,24 +246,11 @@ def approximation_error(
 
     ``teacher_values`` (n,) stand for :math:`\tilde f`; their own Monte-Carlo error
     (:meth:`attention_dynamics.theory.teacher.Teacher.standard_error`) is part of the result.
-    Samples are handled in chunks.
 
     Raises ValueError or TypeError for values that are not finite or do not fit the tokens.
     """
     require_shape("teacher_values", teacher_values, ("n",), {"n": tokens.shape[0]})
     require_finite("teacher_values", teacher_values)
-    v = transport(parameters)
-    chunk = max(1, 2**22 // parameters.U.numel())
-    parts = []
-    for start in range(0, tokens.shape[0], chunk):
-        rows = slice(start, start + chunk)
-        z = head_contributions(
-            tokens[rows],
-            transport,
-            parameters,
-            mask=None if mask is None else mask[rows],
-            direction=v,
-        )
-        parts.append(z.mean(dim=-1) - teacher_values[rows])
-    error = torch.cat(parts).double()
+    error = transported_function(tokens, transport, parameters, mask=mask) - teacher_values
+    error = error.double()
     return ApproximationError(float(error.abs().max()), float(error.square().mean().sqrt()))

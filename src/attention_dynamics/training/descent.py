@@ -145,7 +145,7 @@ def projected_gradient_descent(
 
     Warns (UserWarning) when a radius is below the transport norm of its block. Raises ValueError
     or TypeError for wrong shapes, dtypes, NaN or infinity, FloatingPointError when the loss stops
-    being finite. Source: arXiv 2601.16514, ProjGD and ProjSGD.
+    being finite; the model is then as it came in. Source: arXiv 2601.16514, ProjGD and ProjSGD.
     """
     training = Objective.of(model, tokens, targets, mask)
     held = None if validation is None else Objective.of(model, *validation, name="validation")

@@ -13,6 +13,7 @@ from attention_dynamics.models.attention import Query
 from attention_dynamics.models.parameters import Parameters
 from attention_dynamics.models.shallow import ShallowTransformer
 from attention_dynamics.validation import (
+    HALF_PRECISION,
     require_finite,
     require_floating,
     require_mask,
@@ -46,9 +47,14 @@ class Objective:
     ) -> Objective:
         r""":math:`L_n` of ``model`` on (tokens, targets); ``name`` marks the data in messages.
 
-        Raises ValueError for wrong shapes, an empty batch, NaN or infinity, TypeError for a dtype
-        that is not the model's or a mask that is not boolean.
+        Raises ValueError for wrong shapes, an empty batch, NaN or infinity, TypeError for a model
+        in half precision, a dtype that is not the model's or a mask that is not boolean.
         """
+        if model.U.dtype in HALF_PRECISION:
+            raise TypeError(
+                f"model: expected float32 or float64 parameters, got {model.U.dtype}; steps are "
+                "smaller than half precision resolves: convert it with model.float()"
+            )
         prefix = f"{name} " if name else ""
         require_shape(f"{prefix}tokens", tokens, ("n", "T", "d"), {"d": model.dimension})
         require_floating(f"{prefix}tokens", tokens, model.U.dtype)

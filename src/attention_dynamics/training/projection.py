@@ -148,8 +148,6 @@ def _project_block(block: Tensor, centre: Tensor, limit: float | None) -> tuple[
     norms = moved.abs() if moved.ndim == 1 else torch.linalg.vector_norm(moved.flatten(1), dim=1)
     if limit is None:
         return block, norms
-    if limit == 0.0:
-        return centre, norms
     outside = norms > limit
     # Heads inside keep their value: centre + (block - centre) would round.
     shape = (-1,) + (1,) * (block.ndim - 1)

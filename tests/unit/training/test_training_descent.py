@@ -259,6 +259,13 @@ def test_divergence_names_the_step_and_the_step_size():
         FloatingPointError, match=r"loss: (nan|inf) at step \d+ with step_size = 1e\+300.*reduce"
     ):
         projected_gradient_descent(model, tokens, targets, config)
+    assert same(model.snapshot(), model_of().snapshot(), atol=0)
+
+
+def test_half_precision_is_refused():
+    tokens, targets = data(dtype=torch.float16)
+    with pytest.raises(TypeError, match=r"model: .*got torch\.float16; .*model\.float\(\)"):
+        projected_gradient_descent(model_of(dtype=torch.float16), tokens, targets, DescentConfig(3))
 
 
 @pytest.mark.parametrize(
