@@ -48,6 +48,8 @@ def prove(label: str, lhs: Any, rhs: Any, wrong: Any, given: dict[Any, Any], met
         raise ValueError(f"{label}: wrong is structurally equal to a side; change a sign or factor")
     pairs = _entries(label, left, right, "rhs")
     twins = _entries(label, left, twin, "wrong")
+    if method == "exact":
+        NormalForm(given)  # refuses hypotheses it cannot use before anything is evaluated
     instances = Instances(label, given)
     points = NUMERIC_POINTS if method == "numeric" else GUARD_POINTS
     gaps = []

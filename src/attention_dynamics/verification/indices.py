@@ -22,7 +22,7 @@ class Index:
     def renamed(self, names: dict[sp.Basic, sp.Basic]) -> "Index":
         """The same range under other names."""
         return Index(
-            names.get(self.symbol, self.symbol), self.low.xreplace(names), self.high.xreplace(names)
+            names.get(self.symbol, self.symbol), self.low.subs(names), self.high.subs(names)
         )
 
 

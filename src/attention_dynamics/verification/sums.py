@@ -66,10 +66,7 @@ class SumNormaliser:
             terms = []
             for offset in range(max(int(count), 0)):
                 value = {index.symbol: index.low + offset}
-                term = poly.constant(sp.S.One)
-                for factor, exponent in monomial:
-                    replaced = poly.factor_power(factor, exponent).subs(value)
-                    term = self._form.multiply(term, self._form.convert(replaced))
+                term = self._substituted(list(monomial), index.symbol, index.low + offset)
                 inner = [Index(o.symbol, o.low.subs(value), o.high.subs(value)) for o in rest]
                 terms.append(self.over(inner, term) if inner else term)
             return poly.add(terms)
@@ -129,12 +126,8 @@ class SumNormaliser:
                 else:
                     self._form.assume(sp.Le(index.low, kept))
                     self._form.assume(sp.Le(kept, index.high))
-                summand = poly.constant(sp.S.One)
-                for factor, power in factors:
-                    if factor == delta:
-                        continue
-                    replaced = poly.factor_power(factor, power).subs(gone, kept)
-                    summand = self._form.multiply(summand, self._form.convert(replaced))
+                remaining = [pair for pair in factors if pair[0] != delta]
+                summand = self._substituted(remaining, gone, kept)
                 return self.over([o for o in indices if o is not index], summand)
         return None
 
@@ -154,9 +147,57 @@ class SumNormaliser:
         closed = self._closed_form(indices, factors)
         if closed is not None:
             return closed
+        standard = self._standard_range(indices, factors)
+        if standard is not None:
+            return standard
         factor = named(indices, factors)
         replaced = self._form.hypotheses.replace_factor(factor)
         return poly.atom(factor) if replaced is None else replaced
+
+    def _standard_range(
+        self, indices: list[Index], factors: list[tuple[sp.Expr, sp.Rational]]
+    ) -> Polynomial | None:
+        r"""Entries ``x[t]`` over ``1 <= t <= T``, ends split off: lengths exceed the shifts.
+
+        :math:`\sum_{t=2}^{T+1} x_{t-1} = \sum_{t=1}^{T} x_t`, and
+        :math:`\sum_{t=2}^{T} x_t = \sum_{t=1}^{T} x_t - x_1`.
+        """
+        for index in indices:
+            symbol = index.symbol
+            offset = _least_offset(symbol, factors)
+            if offset != 0:
+                moved = [o.renamed({symbol: symbol - offset}) for o in indices if o is not index]
+                moved.append(Index(symbol, index.low + offset, index.high + offset))
+                return self.over(moved, self._substituted(factors, symbol, symbol - offset))
+            constant, length = index.high.as_coeff_Add()
+            if not isinstance(index.low, sp.Integer) or not isinstance(constant, sp.Integer):
+                continue
+            ends = [(value, -1) for value in range(1, int(index.low))]
+            ends += [(value, 1) for value in range(int(index.low), 1)]
+            ends += [(length + step, 1) for step in range(1, int(constant) + 1)]
+            ends += [(length + step, -1) for step in range(int(constant) + 1, 1)]
+            if not ends or len(ends) > EXPLICIT_TERMS:
+                continue
+            others = [other for other in indices if other is not index]
+            whole = [*others, Index(symbol, sp.S.One, length)]
+            terms = [self.over(whole, self._substituted(factors, symbol, symbol))]
+            for value, sign in ends:
+                entry = self._substituted(factors, symbol, value)
+                rest = [other.renamed({symbol: sp.sympify(value)}) for other in others]
+                terms.append(
+                    poly.scale(self.over(rest, entry) if rest else entry, sp.Integer(sign))
+                )
+            return poly.add(terms)
+        return None
+
+    def _substituted(
+        self, factors: list[tuple[sp.Expr, sp.Rational]], symbol: sp.Basic, value: sp.Basic
+    ) -> Polynomial:
+        product = poly.constant(sp.S.One)
+        for factor, exponent in factors:
+            replaced = poly.factor_power(factor, exponent).subs(symbol, value)
+            product = self._form.multiply(product, self._form.convert(replaced))
+        return product
 
     def _closed_form(
         self, indices: list[Index], factors: list[tuple[sp.Expr, sp.Rational]]
@@ -180,3 +221,16 @@ class SumNormaliser:
         if value.has(sp.Sum, sp.Piecewise, sp.zeta, sp.lerchphi, sp.harmonic):
             return None
         return self._form.convert(value)
+
+
+def _least_offset(symbol: sp.Basic, factors: list[tuple[sp.Expr, sp.Rational]]) -> sp.Integer:
+    """The smallest o among entries ``x[t + o]``; 0 where t is in no entry."""
+    offsets = [
+        place - symbol
+        for factor, _ in factors
+        for entry in factor.atoms(sp.Indexed)
+        for place in entry.indices
+        if symbol in place.free_symbols
+    ]
+    whole = [offset for offset in offsets if isinstance(offset, sp.Integer)]
+    return min(whole, default=sp.S.Zero)
