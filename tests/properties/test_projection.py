@@ -88,6 +88,15 @@ def test_W_is_measured_in_frobenius_norm():
     assert float(torch.linalg.matrix_norm(step)) == pytest.approx(1.2, rel=1e-14)
 
 
+def test_projection_works_for_any_stride():
+    phi = around(3)
+    strided = Parameters(phi.c.flip(0).flip(0), phi.U.mT.contiguous().mT, phi.W.mT.contiguous().mT)
+    assert not strided.W.is_contiguous()
+    region = ProjectionSet(centre(), Radii(0.1, 0.2, 0.3))
+    for a, b in zip(region.project(phi), region.project(strided), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_projection_leaves_its_argument_alone():
     phi = around(3)
     kept = phi.clone()
