@@ -41,7 +41,8 @@ def enclose(
     previous, flint.ctx.prec = flint.ctx.prec, PRECISION
     try:
         evaluate, variable = _evaluator(label, function)
-        low, high = (to_arb(sp.sympify(end)) for end in interval)
+        ends = [sp.sympify(end) for end in interval]
+        low, high = (flint.arb("nan") if e.is_infinite else to_arb(e) for e in ends)
         if not (low.is_finite() and high.is_finite() and low < high):
             raise ValueError(
                 f"{label}: interval={interval} must be finite with low < high; substitute a "
