@@ -111,6 +111,22 @@ def test_case_3_a_masked_weight_is_exactly_zero():
     assert weights.flatten().tolist() == [0.5, 0.0, 0.5]
 
 
+def test_case_3_padding_weighs_nothing_below_any_kept_logit():
+    # The kept logits are about -1e4: padding (zero tokens, logit 0) must still lose to them.
+    tokens = torch.tensor([[[1.0], [1.1], [0.0]]], dtype=torch.float64)
+    parameters = Parameters(
+        torch.ones(1).double(), torch.ones((1, 1)).double(), torch.full((1, 1, 1), -1e4).double()
+    )
+    query = torch.ones(1, dtype=torch.float64)
+    mask = torch.tensor([[True, True, False]])
+    features = attention.head_features(tokens, parameters.W, parameters.U, query, mask=mask)
+    assert features.s.item() == 1.0
+    assert torch.equal(
+        shallow.forward(parameters, tokens, query=query, mask=mask),
+        shallow.forward(parameters, tokens[:, :2], query=query),
+    )
+
+
 # ---- 4: float16, T = 1, the only key masked ----
 
 

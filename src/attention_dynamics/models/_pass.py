@@ -16,6 +16,7 @@ from torch import Tensor
 from attention_dynamics.validation import (
     require_finite,
     require_floating,
+    require_integer,
     require_mask,
     require_shape,
     working_dtype,
@@ -127,6 +128,8 @@ def blocks(inputs: Inputs, heads: int, chunk: int | None) -> Iterator[slice]:
         elements = _CPU_BLOCK if inputs.tokens.device.type == "cpu" else _ACCELERATOR_BLOCK
         width = length if inputs.query.ndim == 1 else max(length, dimension)
         chunk = max(1, elements // (width * heads))
+    else:
+        require_integer("chunk", chunk, minimum=1, remedy="pass None for the default")
     for start in range(0, samples, chunk):
         yield slice(start, start + chunk)
 

@@ -19,7 +19,6 @@ from attention_dynamics.validation import (
     known_truth,
     require_finite,
     require_floating,
-    require_integer,
     require_mask,
     require_shape,
     working_dtype,
@@ -207,8 +206,6 @@ def head_features(
     require_shape("U", U, ("m", "d"))
     heads, dimension = U.shape
     require_shape("W", W, ("m", "d", "d"), {"m": heads, "d": dimension})
-    if chunk is not None:
-        require_integer("chunk", chunk, minimum=1, remedy="pass None for the default")
     inputs = _pass.prepare(tokens, query, mask, dimension=dimension, validate=validate)
     for name, parameter in (("U", U), ("W", W)):
         require_floating(name, parameter, inputs.tokens.dtype)

@@ -86,6 +86,8 @@ def test_one_seed_gives_the_same_heads_in_every_dtype(start):
     double = start(6, 3, generator=seeded(3), dtype=torch.float64)
     for low, high in zip(single, double, strict=True):
         assert torch.equal(low, high.float())
+    for block in (double.U, double.W):  # float64 heads use all of their digits
+        assert not torch.equal(block, block.float().double())
     other = start(6, 3, generator=seeded(4), dtype=torch.float32)
     assert not torch.equal(single.U, other.U)
 

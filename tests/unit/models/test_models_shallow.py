@@ -323,6 +323,8 @@ def test_snapshot_and_load_copy_both_ways(module):
     assert_parameters_close(start, instance.parameters, rtol=0, atol=0)
     model.load(start)
     assert torch.equal(model(instance.tokens), before)
+    start.c.zero_()
+    assert torch.equal(model(instance.tokens), before)
     with pytest.raises(ValueError, match=r"parameters.U: expected shape \(6, 3\), got \(4, 3\)"):
         model.load(Parameters(start.c, start.U[:4], start.W))
 
@@ -436,6 +438,10 @@ def test_errors_name_the_argument_the_value_and_the_remedy():
             instance.tokens,
             instance.tangent._replace(U=instance.tangent.U[:3]),
             query=instance.query,
+        )
+    with pytest.raises(ValueError, match=r"chunk: expected an integer >= 1, got 0; pass None"):
+        shallow.loss_and_gradients(
+            instance.parameters, instance.tokens, instance.targets, query=instance.query, chunk=0
         )
     with pytest.raises(ValueError, match=r"tokens: expected at least one sample"):
         shallow.forward(instance.parameters, instance.tokens[:0], query=instance.query)
