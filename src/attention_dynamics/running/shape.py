@@ -68,7 +68,7 @@ class Cell:
 
     @property
     def identity(self) -> str:
-        """Canonical JSON: sorted keys, no spaces, no NaN; equal text means equal cell."""
+        """Canonical JSON, sorted keys, no spaces, no NaN; equal text means equal cell."""
         return json.dumps(
             {
                 "config": config_dictionary(self.config),
