@@ -16,7 +16,7 @@ SCREENSHOTS = BOOK.root / "build" / "screenshots"
 #: The book's own pages, and what the builder adds: search, index, source listings.
 PAGES = [path.relative_to(BOOK.html).as_posix() for path in html_files(BOOK.html)]
 WRITTEN = [page for page in PAGES if page.startswith("book/")]
-ADDED = [page for page in PAGES if page not in WRITTEN]
+ADDED = [page for page in PAGES if page not in WRITTEN and page != "index.html"]
 
 
 def test_every_page_of_the_contents_was_built(site: Path) -> None:
@@ -45,3 +45,16 @@ def test_page_is_clean_from_disk(page: str, site: Path, browser: Browser) -> Non
 def test_added_pages_are_clean(origin: str, browser: Browser) -> None:
     assert "search.html" in ADDED
     assert [fault for page in ADDED for fault in visit(browser, origin, page).faults] == []
+
+
+@pytest.mark.parametrize("from_disk", [False, True], ids=["http", "disk"])
+def test_the_front_door_leads_to_the_landing_page(
+    from_disk: bool, origin: str, site: Path, browser: Browser
+) -> None:
+    page = browser.new_page()
+    try:
+        page.goto(f"{site.as_uri() if from_disk else origin}/index.html")
+        page.wait_for_url(f"**/{BOOK.pages[0]}.html")
+        assert page.title().startswith(BOOK.config["title"])
+    finally:
+        page.close()
