@@ -13,6 +13,8 @@ from attention_dynamics.verification.record import KINDS, CheckRecord
 #: Statements that hold only because a check says so.
 CLAIMED = ("theorem", "lemma", "proposition", "corollary", "observation")
 PREFIXES = ("eq-", "def-", "cited-")
+#: Names that stay in lower case at the start of a title.
+LOWER_CASE = ("tanh", "erf", "jvp", "vjp")
 #: A mark of origin at the end of a title, which says nothing about the statement itself.
 ORIGIN = re.compile(r"\s*\[(?:ours|paper|derived)\]\s*$")
 
@@ -85,6 +87,8 @@ class Claim:
         words = next((title for title in titles if title), None)
         if words is None:
             words = self.statement.label.partition("-")[2].replace("-", " ")
+        if words.startswith(LOWER_CASE):
+            return words
         return words[:1].upper() + words[1:]
 
     @property
