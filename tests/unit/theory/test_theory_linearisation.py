@@ -129,6 +129,12 @@ def test_the_adversary_finds_what_many_starts_find():
     assert 0.9 * many < few <= many * (1 + 1e-3)
 
 
+def test_more_steps_climb_higher():
+    # the starts are the same, and each head keeps the best point it has seen
+    heights = [worst(8, "fixed", candidates=1, starts=2, steps=k).error for k in (1, 4, 30)]
+    assert heights[0] * 1.001 < heights[1] <= heights[2]
+
+
 def test_every_block_can_be_attacked_alone():
     for radii in (Radii(0.0, 2.0, 0.0), Radii(0.0, 0.0, 2.0), Radii(1.0, 1.0, 0.0)):
         found = worst(16, "last", radii)
