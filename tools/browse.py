@@ -55,7 +55,7 @@ FAULTS = r"""
     if (!node.parentElement.closest('pre, code, script, style, mjx-container'))
       faults.push('raw LaTeX in the text: ' + node.data.trim().slice(0, 80));
   }
-  for (const image of article.querySelectorAll('img')) {
+  for (const image of article.querySelectorAll('img:not(.toggler)')) {
     const alt = (image.getAttribute('alt') || '').trim();
     if (alt.length < 12 || !alt.includes(' ') || /\.(png|svg|jpe?g)$/.test(alt))
       faults.push(`image without a meaningful alt text: ${image.getAttribute('src')} ("${alt}")`);

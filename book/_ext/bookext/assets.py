@@ -21,8 +21,13 @@ MATHJAX_PARTS = ("tex-mml-chtml.js", "output/chtml/fonts", "input/tex/extensions
 #: Marks of scripts and styles that belong to live kernels, which the book does not offer.
 UNUSED = ("thebe",)
 
-#: Scripts that tell the console which theme is on, how many buttons they found, what was sought.
-CHATTY = ("scripts/pydata-sphinx-theme.js", "togglebutton.js", "searchtools.js")
+#: Files that tell the console which theme is on, how many buttons they found, what was sought.
+CHATTY = (
+    "_static/scripts/pydata-sphinx-theme.js",
+    "_static/searchtools.js",
+    "_static/togglebutton.js",
+    "search.html",
+)
 
 #: Calls that only inform; warnings and errors are left alone.
 NOTICE = re.compile(r"\bconsole\.(?:log|info|debug)\((?!\))")
@@ -51,7 +56,7 @@ def silence_notices(app: Sphinx, error: Exception | None) -> None:
     if error is not None or app.builder.format != "html":
         return
     for name in CHATTY:
-        script = Path(app.outdir) / "_static" / name
+        script = Path(app.outdir) / name
         script.write_text(NOTICE.sub("void (", script.read_text("utf8")), "utf8")
 
 
