@@ -129,6 +129,22 @@ def test_the_adversary_finds_what_many_starts_find():
     assert 0.9 * many < few <= many * (1 + 1e-3)
 
 
+def test_both_signs_of_the_error_are_attacked():
+    # (c, delta_c) -> (-c, -delta_c) flips the error, so c and -c have the same supremum. With
+    # heads of one sign, unlike with paired ones, its two signs are far apart.
+    tokens, query = inputs()
+    U = 0.5 + initial_of(8).U.abs()
+    one_sided = Parameters(torch.ones(8).double(), U, initial_of(8).W)
+    errors = [
+        adversarial_perturbation(
+            one_sided._replace(c=sign * one_sided.c), Radii(0.0, 2.0, 2.0), tokens.abs(),
+            query=query, generator=generator(0), candidates=2, starts=24,
+        ).error
+        for sign in (1.0, -1.0)
+    ]  # fmt: skip
+    assert errors[0] == pytest.approx(errors[1], rel=0.02)
+
+
 def test_more_steps_climb_higher():
     # the starts are the same, and each head keeps the best point it has seen
     heights = [worst(8, "fixed", candidates=1, starts=2, steps=k).error for k in (1, 4, 30)]
