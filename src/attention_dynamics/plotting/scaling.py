@@ -28,7 +28,7 @@ def plot_scaling(
     ylabel: str = "",
     title: str = "",
     guides: Mapping[str, float] | None = None,
-) -> Axes:
+) -> None:
     r"""Mean and interval over seeds for each curve, labelled at its end, on log-log axes.
 
     Raises ValueError for no curve, more than six, or a guide without its curve.
@@ -68,7 +68,6 @@ def plot_scaling(
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
-    return axes
 
 
 def add_guide(axes: Axes, x: Any, start: float, slope: float, colour: str) -> None:

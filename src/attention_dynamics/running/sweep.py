@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from typing import Any
 
 import pandas as pd
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from attention_dynamics.running.manifest import cell_facts, describe
 from attention_dynamics.running.shape import Cell, Experiment, cells_of
