@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from .statements import Claim, Page
 
-COLUMN, GUTTER, SHELF = 200.0, 44.0, 4  # width of a column, space between two, columns side by side
+COLUMN, GUTTER, SHELF = 178.0, 36.0, 4  # width of a column, space between two, columns side by side
 LINE, PADDING, GAP = 16.0, 6.5, 7.0  # of the text in a node, around it, between two nodes
 FONT = 13.0
 TEXT_LEFT, TEXT_RIGHT = 27.0, 9.0  # where the text starts in a node; what stays free after it
 HEADING = 62.0
-MARGIN = 30.0
+MARGIN = 20.0
 
 LETTERS = {
     "alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "epsilon": "ε", "zeta": "ζ", "eta": "η",
