@@ -8,7 +8,7 @@ A module has ``NAME``, ``SCHEMA``, a frozen ``Config``, ``COLUMNS``, ``PROFILES`
 from __future__ import annotations
 
 from importlib import import_module
-from types import ModuleType
+from typing import Any
 
 _NAMES = ("width",)
 
@@ -18,7 +18,7 @@ def names() -> tuple[str, ...]:
     return _NAMES
 
 
-def get(name: str) -> ModuleType:
+def get(name: str) -> Any:
     """The experiment of that name. Raises ValueError listing the names there are."""
     if name not in _NAMES:
         raise ValueError(f"experiment must be one of {', '.join(_NAMES)}; got {name!r}")

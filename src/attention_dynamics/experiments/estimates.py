@@ -30,7 +30,7 @@ class Estimate:
         percent = f"{100 * self.confidence:g} %"
         return (
             f"{self.mean:.3f}, {percent} interval [{self.lower:.3f}, {self.upper:.3f}] "
-            f"over {self.seeds} seeds"
+            f"({self.seeds} seeds)"
         )
 
 

@@ -145,7 +145,7 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(records)
 
 
-class Problem(NamedTuple):
+class _Problem(NamedTuple):
     """What all widths of a seed share."""
 
     tokens: Tensor
@@ -165,7 +165,7 @@ _IRRELEVANT: dict[str, Any] = {
 
 
 @lru_cache(maxsize=32)
-def _problem(config: Config, seed: int, device: str) -> Problem:
+def _problem(config: Config, seed: int, device: str) -> _Problem:
     query: Query = "last"
     if config.query == "fixed":
         query = query_vector(config.dimension, generator=generator(seed, NAME, "query")).to(device)
@@ -190,13 +190,13 @@ def _problem(config: Config, seed: int, device: str) -> Problem:
             f"samples={config.samples} and validation_fraction={config.validation_fraction} leave "
             f"{kept} for training; at least 2 are needed for a variance"
         )
-    return Problem(
+    return _Problem(
         tokens[:kept], targets[:kept], errors[:kept], tokens[kept:], targets[kept:],
         query, transport,
     )  # fmt: skip
 
 
-def _training(config: Config, problem: Problem, initial: Parameters) -> dict[str, float]:
+def _training(config: Config, problem: _Problem, initial: Parameters) -> dict[str, float]:
     model = ShallowTransformer(initial, query=problem.query, activation=config.activation)
     descent = DescentConfig(
         steps=config.steps,
@@ -229,7 +229,7 @@ def _training(config: Config, problem: Problem, initial: Parameters) -> dict[str
 
 
 def _approximation(
-    config: Config, seed: int, problem: Problem, initial: Parameters
+    config: Config, seed: int, problem: _Problem, initial: Parameters
 ) -> dict[str, float]:
     unpaired = independent_initialisation(
         config.heads, config.dimension, generator=_stream(seed, "unpaired", config),
@@ -250,7 +250,7 @@ def _approximation(
 
 
 def _linearisation(
-    config: Config, seed: int, problem: Problem, initial: Parameters
+    config: Config, seed: int, problem: _Problem, initial: Parameters
 ) -> dict[str, float]:
     radii, tokens = _radii(config), problem.tokens
 

@@ -1,14 +1,14 @@
 r"""The style of every figure: colour-blind safe, legible on light and dark pages, byte-stable.
 
-Figures carry an opaque white ground of their own: on a dark page they stay a light panel with
-dark ink, in the book as in JupyterLab. Colours come from the Okabe-Ito palette, darkened until
-each has a contrast of at least 4.5 against white, so that labels may be set in them.
+Figures carry an opaque white ground of their own: a dark page shows a light panel with dark ink, or
+inverts the whole panel as the book does, and never dark ink on a dark ground. Colours come from the
+Okabe-Ito palette, darkened until each has a contrast of at least 4.5 against white, so that labels
+may be set in them.
 """
 
 from __future__ import annotations
 
 import io
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -121,7 +121,7 @@ def svg_bytes(drawn: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def save_svg(drawn: Figure, path: str | os.PathLike[str]) -> Path:
+def save_svg(drawn: Figure, path: str | Path) -> Path:
     """Write :func:`svg_bytes`; the folder is made where it is missing."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
 r"""Running experiments: resumable sweeps over (configuration, seed), and the store of their cells.
 
-This subpackage knows an experiment only by its shape (:class:`running.shape.Experiment`): it
-imports neither models nor theory, so that any module of that shape can be swept.
+This subpackage knows an experiment only by its shape,
+:class:`attention_dynamics.running.shape.Experiment`: it imports neither models nor theory, so that
+any module of that shape can be swept.
 """
 
 from attention_dynamics.running.manifest import read_manifest

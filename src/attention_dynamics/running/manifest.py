@@ -3,7 +3,6 @@ r"""The manifest of a sweep: commit, configurations, seeds, versions, device, du
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -20,7 +19,7 @@ MANIFEST_NAME = "manifest.json"
 _PACKAGES = ("attention-dynamics", "torch", "numpy", "scipy", "pandas", "pyarrow")
 
 
-def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_manifest(path: str | Path) -> dict[str, Any]:
     """The manifest as a dictionary. Raises FileNotFoundError that says what to run."""
     try:
         return json.loads(Path(path).read_text())

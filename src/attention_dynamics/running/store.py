@@ -51,7 +51,7 @@ class Store:
 
     """
 
-    def __init__(self, directory: str | os.PathLike[str], columns: Sequence[str]) -> None:
+    def __init__(self, directory: str | Path, columns: Sequence[str]) -> None:
         self.directory = Path(directory)
         self.cells = self.directory / "cells"
         self.columns = tuple(columns)
@@ -63,7 +63,7 @@ class Store:
     def save(self, cell: Cell, frame: pd.DataFrame, facts: Mapping[str, Any]) -> None:
         """Write one finished cell atomically; ``facts`` (device, seconds) travel with it."""
         self._require_columns(frame.columns, f"rows of {cell}")
-        table = as_table(frame)
+        table = _as_table(frame)
         described = table.replace_schema_metadata(
             {
                 **(table.schema.metadata or {}),
@@ -101,7 +101,7 @@ class Store:
                 "give every sweep a directory of its own"
             )
         self._require_columns(table.column_names, str(path))
-        return as_frame(table), facts
+        return _as_frame(table), facts
 
     def collect(self, cells: Sequence[Cell]) -> pd.DataFrame:
         """All given cells in one frame, in the given order. Raises KeyError naming one missing."""
@@ -115,7 +115,7 @@ class Store:
 
     def publish(self, frame: pd.DataFrame, manifest: Mapping[str, Any]) -> None:
         """Write the table and its manifest, each atomically, the manifest last."""
-        content = _parquet_bytes(as_table(frame))
+        content = _parquet_bytes(_as_table(frame))
         write_atomically(self.directory / TABLE_NAME, content)
         text = json.dumps(
             {**manifest, "table_sha256": hashlib.sha256(content).hexdigest()}, indent=2
@@ -145,7 +145,7 @@ class Store:
             )
 
 
-def read_results(directory: str | os.PathLike[str]) -> tuple[pd.DataFrame, dict[str, Any]]:
+def read_results(directory: str | Path) -> tuple[pd.DataFrame, dict[str, Any]]:
     """The table and the manifest of a finished sweep.
 
     Raises FileNotFoundError if the sweep has not finished; :class:`ForeignResults` if table
@@ -159,15 +159,15 @@ def read_results(directory: str | os.PathLike[str]) -> tuple[pd.DataFrame, dict[
             f"{path} is not the table its manifest describes; run the sweep again, "
             "which rebuilds both from the finished cells"
         )
-    return as_frame(pq.read_table(pa.BufferReader(content))), manifest
+    return _as_frame(pq.read_table(pa.BufferReader(content))), manifest
 
 
-def as_table(frame: pd.DataFrame) -> pa.Table:
+def _as_table(frame: pd.DataFrame) -> pa.Table:
     """A frame as an Arrow table; the index is dropped."""
     return pa.Table.from_pandas(frame, preserve_index=False)
 
 
-def as_frame(table: pa.Table) -> pd.DataFrame:
+def _as_frame(table: pa.Table) -> pd.DataFrame:
     """An Arrow table as a frame without leftovers of how it was stored."""
     return table.to_pandas()
 
@@ -176,8 +176,8 @@ def concatenate(frames: Sequence[pd.DataFrame], columns: Sequence[str]) -> pd.Da
     """Frames below one another, by way of Arrow: stored and fresh cells give equal tables."""
     if not frames:
         return pd.DataFrame(columns=list(columns))
-    tables = [as_table(frame).replace_schema_metadata(None) for frame in frames]
-    return as_frame(pa.concat_tables(tables, promote_options="permissive").combine_chunks())
+    tables = [_as_table(frame).replace_schema_metadata(None) for frame in frames]
+    return _as_frame(pa.concat_tables(tables, promote_options="permissive").combine_chunks())
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -2,12 +2,12 @@ r"""A sweep: all (configuration, seed) cells of an experiment, resumable, on any
 
 from __future__ import annotations
 
-import os
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -30,7 +30,7 @@ def sweep(
     *,
     configs: Iterable[Any] | None = None,
     seeds: Iterable[int] | None = None,
-    directory: str | os.PathLike[str] | None = None,
+    directory: str | Path | None = None,
     executor: Executor | None = None,
     device: str = "cpu",
     progress: bool = False,
