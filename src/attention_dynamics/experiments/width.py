@@ -24,6 +24,7 @@ from torch import Tensor
 
 from attention_dynamics.data import Law, generator, query_vector, unit_ball_tokens
 from attention_dynamics.experiments.estimates import Band, Profile, slope_estimate
+from attention_dynamics.experiments.shape import columns_of, rows_of
 from attention_dynamics.models import shallow
 from attention_dynamics.models.attention import Query
 from attention_dynamics.models.parameters import (
@@ -32,7 +33,6 @@ from attention_dynamics.models.parameters import (
     symmetric_initialisation,
 )
 from attention_dynamics.models.shallow import ShallowTransformer
-from attention_dynamics.running.shape import columns_of, rows_of
 from attention_dynamics.theory.approximation import approximation_bound
 from attention_dynamics.theory.bounds import input_bounds, network_constants
 from attention_dynamics.theory.linearisation import (

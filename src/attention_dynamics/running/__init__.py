@@ -1,12 +1,12 @@
 r"""Running experiments: resumable sweeps over (configuration, seed), and the store of their cells.
 
-This subpackage knows an experiment only by its shape,
-:class:`attention_dynamics.running.shape.Experiment`: it imports neither models nor theory, so that
-any module of that shape can be swept.
+This subpackage knows an experiment only by its shape, that of
+:class:`attention_dynamics.experiments.shape.Experiment`: it imports neither models nor theory, so
+that any module of that shape can be swept.
 """
 
+from attention_dynamics.experiments.shape import Cell, Experiment, cells_of, rows_of
 from attention_dynamics.running.manifest import read_manifest
-from attention_dynamics.running.shape import Cell, Experiment, cells_of, rows_of
 from attention_dynamics.running.store import ForeignResults, Store, read_results
 from attention_dynamics.running.sweep import CellFailed, process_pool, sweep
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from attention_dynamics.running.shape import Cell, config_dictionary
+from attention_dynamics.experiments.shape import Cell, config_dictionary
 
 MANIFEST_NAME = "manifest.json"
 _PACKAGES = ("attention-dynamics", "torch", "numpy", "scipy", "pandas", "pyarrow")

@@ -27,8 +27,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from attention_dynamics.experiments.shape import Cell
 from attention_dynamics.running.manifest import MANIFEST_NAME, read_manifest
-from attention_dynamics.running.shape import Cell
 
 FORMAT = 1  # of the files, not of what the rows mean: that is the experiment's SCHEMA
 TABLE_NAME = "table.parquet"

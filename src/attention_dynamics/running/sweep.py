@@ -13,8 +13,8 @@ from typing import Any
 import pandas as pd
 from tqdm import tqdm
 
+from attention_dynamics.experiments.shape import Cell, Experiment, cells_of
 from attention_dynamics.running.manifest import cell_facts, describe
-from attention_dynamics.running.shape import Cell, Experiment, cells_of
 from attention_dynamics.running.store import Store, concatenate
 
 Result = tuple[pd.DataFrame, dict[str, Any]]
