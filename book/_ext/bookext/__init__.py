@@ -1,15 +1,11 @@
-"""The book's own Sphinx extension: assets served from the site itself, and the rule of checks."""
-
-import importlib
-import importlib.util
+"""The book's own Sphinx extension: assets from the site itself, reference, rule of checks."""
 
 from sphinx.application import Sphinx
 
-from . import assets
+from . import assets, claims, reference
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    assets.setup(app)
-    if importlib.util.find_spec(f"{__name__}.claims") is not None:
-        importlib.import_module(f"{__name__}.claims").setup(app)
+    for part in (assets, claims, reference):
+        part.setup(app)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
