@@ -5,8 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import attention_dynamics
 import pytest
+
+import attention_dynamics
 
 PACKAGE = Path(attention_dynamics.__file__).parent
 
