@@ -16,6 +16,7 @@ LONGEST_RUN = 60.0  # seconds
 CLAIM = re.compile(
     r"\((eq-[\w-]+)\)\s*$|^:label:\s+((?:thm|lem|prop|cor|obs)-[\w-]+)", re.MULTILINE
 )
+CALL = re.compile(r"check\.(?:identity|close|bound|band|enclosure)\(\s*\"([^\"]+)\"")
 
 
 @pytest.fixture(params=BOOK.chapters, ids=lambda page: page.rsplit("/", 1)[-1])
