@@ -7,6 +7,8 @@ inside ``torch.func.vmap``, ``torch.compile`` or on the ``meta`` device.
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -115,12 +117,29 @@ def require_mask(mask: Tensor, samples: int, length: int) -> None:
 
 
 def require_integer(name: str, value: int, *, minimum: int, remedy: str = "") -> None:
-    """Check that ``value`` is an integer of at least ``minimum``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+    """Check that ``value`` is an integer, of Python or NumPy, of at least ``minimum``."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < minimum:
         raise ValueError(
             f"{name}: expected an integer >= {minimum}, got {value!r}"
             + (f"; {remedy}" if remedy else "")
         )
+
+
+def require_number(name: str, value: object, *, positive: bool = False, remedy: str = "") -> None:
+    """Check that ``value`` is one finite number >= 0, or > 0 if ``positive``.
+
+    Raises TypeError for what is no number, such as text or None, ValueError outside of the range.
+    """
+    expected = f"{name}: expected a finite number {'> 0' if positive else '>= 0'}, got "
+    advice = f"; {remedy}" if remedy else ""
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = None
+    if number is None or isinstance(value, str):
+        raise TypeError(f"{expected}{value!r}, a {type(value).__name__}{advice}")
+    if not 0.0 <= number < math.inf or (positive and number == 0.0):
+        raise ValueError(f"{expected}{value}{advice}")
 
 
 def require_one_of(name: str, value: object, known: Iterable[object], *, remedy: str = "") -> None:

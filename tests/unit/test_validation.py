@@ -1,5 +1,8 @@
 """Boundary checks: what passes, what is refused, and what the refusal says."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 
@@ -73,12 +76,26 @@ def test_masks(mask, error, message):
 
 def test_integers_and_options():
     validation.require_integer("steps", 3, minimum=1)
+    validation.require_integer("steps", np.int64(3), minimum=1)
     for bad in (0, 1.0, True, "3"):
         with pytest.raises(ValueError, match=r"steps: expected an integer >= 1, got .*; raise it"):
             validation.require_integer("steps", bad, minimum=1, remedy="raise it")
     validation.require_one_of("law", "iid", ("iid", "sphere"))
     with pytest.raises(ValueError, match=r"law: expected one of 'iid', 'sphere', got 'cube'; why"):
         validation.require_one_of("law", "cube", ("iid", "sphere"), remedy="why")
+
+
+def test_numbers():
+    for good in (0, 1.5, np.float32(2), torch.tensor(3.0)):
+        validation.require_number("radius", good)
+    for bad in (-1, math.nan, math.inf):
+        with pytest.raises(ValueError, match=rf"radius: expected .* >= 0, got {bad}; why"):
+            validation.require_number("radius", bad, remedy="why")
+    with pytest.raises(ValueError, match=r"radius: expected a finite number > 0, got 0"):
+        validation.require_number("radius", 0, positive=True)
+    for bad in ("3", None, (1, 2)):
+        with pytest.raises(TypeError, match=r"radius: expected a finite number >= 0, got .*, a "):
+            validation.require_number("radius", bad)
 
 
 def test_only_cpu_generators_are_taken():

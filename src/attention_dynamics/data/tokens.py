@@ -14,6 +14,7 @@ from attention_dynamics.validation import (
     require_floating,
     require_integer,
     require_mask,
+    require_number,
     require_one_of,
     require_shape,
 )
@@ -80,8 +81,7 @@ def query_vector(
     """
     require_integer("dimension", dimension, minimum=1)
     require_cpu_generator(generator)
-    if not 0.0 <= norm < float("inf"):
-        raise ValueError(f"norm: expected a finite number >= 0, got {norm}")
+    require_number("norm", norm)
     query = norm * _uniform_on_sphere((), dimension, generator)
     return query.to(dtype=dtype, device=device)
 
@@ -100,11 +100,17 @@ def check_token_norms(
     ``mask`` (n, T) is True where a token is kept; the others are not looked at. Returns the bound b
     that the tokens respect, up to rounding in their dtype.
 
-    Raises ValueError if a token is NaN or infinite, a norm exceeds b, or b is not positive.
+    Raises ValueError if there is no token, one is NaN or infinite, a norm exceeds b, or b is not
+    positive.
     """
-    bound = _positive_bound(token_bound)
+    bound = 1.0 if token_bound is None else token_bound
+    require_number("token_bound", bound, positive=True)
     require_shape("tokens", tokens, ("n", "T", "d"))
     require_floating("tokens", tokens)
+    if tokens.numel() == 0:
+        raise ValueError(
+            f"tokens: expected at least one sample and token, got shape {tuple(tokens.shape)}"
+        )
     kept = tokens.detach()
     if mask is not None:
         require_mask(mask, tokens.shape[0], tokens.shape[1])
@@ -120,7 +126,7 @@ def check_token_norms(
             else f"raise token_bound to {enough} or rescale the tokens"
         )
         raise ValueError(f"tokens: expected norms <= {bound:g}, got {largest:.6g}; {remedy}")
-    return bound
+    return float(bound)
 
 
 def rescale_tokens(tokens: Float[Tensor, "n T d"], token_bound: float) -> Float[Tensor, "n T d"]:
@@ -142,10 +148,3 @@ def _uniform_in_ball(shape: tuple[int, ...], dimension: int, generator: torch.Ge
     direction = _uniform_on_sphere(shape, dimension, generator)
     uniform = torch.rand((*shape, 1), generator=generator, dtype=torch.float64)
     return direction * uniform ** (1.0 / dimension)
-
-
-def _positive_bound(token_bound: float | None) -> float:
-    bound = 1.0 if token_bound is None else float(token_bound)
-    if not 0.0 < bound < float("inf"):
-        raise ValueError(f"token_bound: expected a finite number > 0, got {token_bound}")
-    return bound

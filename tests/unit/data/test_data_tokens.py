@@ -113,6 +113,11 @@ def test_masked_tokens_are_not_looked_at():
     assert check_token_norms(tokens, mask=mask) == 1.0
 
 
+def test_no_tokens_are_no_proof_of_a_bound():
+    with pytest.raises(ValueError, match=r"tokens: expected at least one .* got shape \(0, 6, "):
+        check_token_norms(tokens_of("iid")[:0])
+
+
 @pytest.mark.parametrize("bound", [0.0, -1.0, math.nan, math.inf])
 def test_a_bound_must_be_positive(bound):
     with pytest.raises(ValueError, match="token_bound: expected a finite number > 0"):

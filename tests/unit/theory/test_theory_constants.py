@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attention_dynamics.models import shallow
-from attention_dynamics.models.activations import Activation, get_activation
+from attention_dynamics.models.activations import ERF, Activation, get_activation
 from attention_dynamics.models.attention import (
     attention_weights,
     logits,
@@ -210,6 +210,17 @@ def test_arrays_give_arrays_and_numbers_numbers():
         assert many.shape == (3,)
         assert isinstance(function(0.5), float)
         assert [function(x) for x in R.tolist()] == many.tolist()
+
+
+def test_large_arguments_do_not_overflow_into_a_small_bound():
+    assert activation_curvature(1e200, 1.0) == pytest.approx(1e200 * KAPPA_STAR)
+    assert activation_curvature(1e200, 1.0, "erf") == pytest.approx(1e200 * ERF.bounds[2])
+
+
+def test_a_pooled_norm_may_pass_its_bound_by_the_rounding_of_float32():
+    assert covariance_trace_bound(1 + 1e-7) == 0.0
+    with pytest.raises(ValueError, match="pooled_norm"):
+        covariance_trace_bound(1 + 1e-5)
 
 
 def test_radius_0_and_query_0_are_allowed():
