@@ -13,6 +13,7 @@ from attention_dynamics.models import shallow
 from attention_dynamics.models.parameters import symmetric_initialisation
 from attention_dynamics.theory import (
     TransportNorms,
+    input_bounds,
     linearisation_error,
     network_constants,
     random_multi_anchor,
@@ -58,7 +59,8 @@ def test_the_gradient_of_the_loss_is_below_its_bound(seed, eta):
     # |grad L|^2 <= 4 G^2 L on the projection set
     tokens, targets, initial = setting(seed)
     radii = Radii(2.0, 2.0, 2.0)
-    region, G2 = ProjectionSet(initial, radii), network_constants(initial, radii).gradient_squared
+    region = ProjectionSet(initial, radii)
+    G2 = network_constants(initial, radii, inputs=input_bounds(tokens, "last")).gradient_squared
     phi = initial
     for _ in range(8):
         loss, gradient = shallow.loss_and_gradients(phi, tokens, targets, query="last")
@@ -80,7 +82,9 @@ def test_the_gradient_points_away_from_the_transported_point(seed):
     region = ProjectionSet(initial, radii)
     assert region.contains(star, atol=1e-12)
     f_star = shallow.forward(star, tokens, query="last")
-    constants = network_constants(initial, radii, transport_norms=nu)
+    constants = network_constants(
+        initial, radii, transport_norms=nu, inputs=input_bounds(tokens, "last")
+    )
     assert constants.remainder_error is not None
     phi = initial
     for _ in range(15):

@@ -8,6 +8,7 @@ from attention_dynamics.theory.approximation import (
     value_radius_bound,
 )
 from attention_dynamics.theory.bounds import (
+    UNIT_BALL,
     IndRNNGradientBounds,
     InputBounds,
     NetworkConstants,
@@ -45,6 +46,7 @@ from attention_dynamics.theory.transport import (
 
 __all__ = [
     "KAPPA_STAR",
+    "UNIT_BALL",
     "AdversarialPerturbation",
     "ApproximationBound",
     "ApproximationError",

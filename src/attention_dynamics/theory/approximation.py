@@ -9,7 +9,7 @@ from typing import NamedTuple
 from scipy import integrate, special, stats
 
 from attention_dynamics.models.activations import Activation, get_activation
-from attention_dynamics.theory.bounds import UNIT_BALL, InputBounds
+from attention_dynamics.theory.bounds import InputBounds, require_inputs
 from attention_dynamics.theory.constants import block_slope
 from attention_dynamics.theory.transport import TransportNorms
 from attention_dynamics.validation import require_integer
@@ -67,10 +67,10 @@ def approximation_bound(
     *,
     delta: float,
     delta_prime: float,
+    inputs: InputBounds,
     samples: int | None = None,
     activation: str | Activation = "tanh",
     paired: bool = True,
-    inputs: InputBounds = UNIT_BALL,
 ) -> ApproximationBound:
     r"""
     .. math:: \max_{j \le n} |e_j| \le B\sqrt{2\log(2n/\delta)/N} + \text{bias}, \qquad
@@ -89,27 +89,28 @@ def approximation_bound(
     The maximum is Hoeffding's inequality and a union over the samples; the mean square is
     McDiarmid's inequality in :math:`L^2` of the samples, hence free of n. Both act on
     :math:`z\,1\{\|U\| \le R_0\}`, whose mean misses that of z by the bias. ``norms`` bound the
-    transport map, see :meth:`.MultiAnchorTransport.sup_norm_bounds`.
+    transport map, see :meth:`.MultiAnchorTransport.sup_norm_bounds`; ``inputs`` come from
+    :func:`~attention_dynamics.theory.bounds.input_bounds`, which checks the tokens.
 
-    Raises ValueError for sizes below 1, odd m of paired heads, or probabilities outside (0, 1).
+    Raises ValueError for sizes below 1, odd m of paired heads, or probabilities outside (0, 1),
+    TypeError if ``inputs`` is something else.
     """
-    N = _independent_heads(heads, paired)
+    N, bounds = _independent_heads(heads, paired), require_inputs(inputs)
     _probability("delta", delta)
+    _probability("delta_prime", delta_prime)
     if samples is not None:
         require_integer("samples", samples, minimum=1)
     s0, s1, _ = get_activation(activation).bounds
     R0 = value_radius(heads, dimension, delta_prime, paired=paired)
-    b, b_q = inputs
 
     def g(R: float) -> float:
-        return s0 * norms.c + s1 * float(
-            block_slope(R, norms.U, norms.W, token_bound=b, query_bound=b_q)
-        )
+        return s0 * norms.c + s1 * float(block_slope(R, norms.U, norms.W, **bounds))
 
     B = g(R0)
     V = _chi_expectation(lambda R: g(R) ** 2, dimension)
     tail_mean = _chi_mean(dimension) * float(special.gammaincc((dimension + 1) / 2, R0**2 / 2))
     p = float(stats.chi.sf(R0, dimension))
+    b, b_q = inputs
     bias = p * (s0 * norms.c + s1 * b * norms.U) + s1 * b**2 * b_q * norms.W * tail_mean
     sup = None
     if samples is not None:
@@ -122,18 +123,20 @@ def target_bound(
     norms: TransportNorms,
     dimension: int,
     *,
+    inputs: InputBounds,
     activation: str | Activation = "tanh",
-    inputs: InputBounds = UNIT_BALL,
 ) -> float:
     r""":math:`|\tilde f(X; v)| \le Y = \mathbb E\, g(\|U\|)`, :math:`g = s_0\nu_c + s_1 P_\nu`.
 
-    Raises ValueError for a dimension below 1 or an unknown activation.
+    ``inputs`` as in :func:`approximation_bound`.
+
+    Raises ValueError for a dimension below 1 or an unknown activation, TypeError if ``inputs`` is
+    something else.
     """
     require_integer("dimension", dimension, minimum=1)
+    bounds = require_inputs(inputs)
     s0, s1, _ = get_activation(activation).bounds
-    slope = _chi_expectation(
-        lambda R: float(block_slope(R, norms.U, norms.W, **inputs._asdict())), dimension
-    )
+    slope = _chi_expectation(lambda R: float(block_slope(R, norms.U, norms.W, **bounds)), dimension)
     return s0 * norms.c + s1 * slope
 
 

@@ -17,21 +17,39 @@ from torch import Tensor
 
 from attention_dynamics.data.tokens import check_token_norms
 from attention_dynamics.models.activations import Activation, get_activation
-from attention_dynamics.models.attention import Query
+from attention_dynamics.models.attention import Query, resolve_query
 from attention_dynamics.models.parameters import Parameters
 from attention_dynamics.theory.constants import block_curvature, block_slope, head_lipschitz
 from attention_dynamics.theory.transport import TransportNorms
-from attention_dynamics.training.projection import Radii
+from attention_dynamics.training.projection import Radii, bounded_radii
+from attention_dynamics.validation import require_integer, require_number
 
 
 class InputBounds(NamedTuple):
-    r""":math:`\|X_t\| \le b` and :math:`\gamma\|q\| \le b_q`: the fields are b and :math:`b_q`."""
+    r""":math:`\|X_t\| \le b` and :math:`\gamma\|q\| \le b_q`: the fields are b and :math:`b_q`.
 
-    token_bound: float = 1.0
-    query_bound: float = 1.0
+    Every bound of a network asks for them. :func:`input_bounds` checks data and returns them;
+    ``UNIT_BALL`` is for a statement about all inputs with b = :math:`b_q` = 1.
+    """
+
+    token_bound: float
+    query_bound: float
 
 
-UNIT_BALL = InputBounds()
+UNIT_BALL = InputBounds(1.0, 1.0)
+r""":math:`b = b_q = 1`, the assumption of the theory; nothing is checked."""
+
+
+def require_inputs(inputs: InputBounds) -> dict[str, float]:
+    """The two bounds by name, after checking that they are bounds and not tokens."""
+    if not isinstance(inputs, InputBounds):
+        raise TypeError(
+            f"inputs: expected InputBounds, got {type(inputs).__name__}; make them with "
+            "input_bounds(tokens, query), which checks the norms"
+        )
+    require_number("inputs.token_bound", inputs.token_bound, positive=True)
+    require_number("inputs.query_bound", inputs.query_bound)
+    return inputs._asdict()
 
 
 def input_bounds(
@@ -46,15 +64,25 @@ def input_bounds(
     r""":math:`(b, \gamma b_q)` after checking :math:`\|X_t\| \le b` and :math:`\|q\| \le b_q`.
 
     b and :math:`b_q` are 1 unless given; with ``query="last"`` the query is a token and
-    :math:`b_q = b`. ``scale`` is the logit scale :math:`\gamma`.
+    :math:`b_q = b`. ``scale`` is the logit scale :math:`\gamma`. One call a fit is enough: its
+    result goes to every bound as ``inputs``.
 
-    Raises ValueError if a token or query is longer than its bound, NaN or infinite.
+    Raises ValueError if a token or query is longer than its bound, NaN or infinite, or if
+    ``query_bound`` is given for ``query="last"``; TypeError for another dtype of the query.
     """
+    require_number("scale", scale)
     b = check_token_norms(tokens, token_bound, mask=mask)
+    resolve_query(tokens, query, mask)  # for its checks
     if isinstance(query, str):
+        if query_bound is not None:
+            raise ValueError(
+                f"query_bound: expected None for query='last', got {query_bound}; the query is a "
+                f"token, bounded by token_bound = {b:g}"
+            )
         return InputBounds(b, scale * b)
-    longest = float(torch.linalg.vector_norm(query.detach(), dim=-1).max())
     limit = 1.0 if query_bound is None else query_bound
+    require_number("query_bound", limit)
+    longest = float(torch.linalg.vector_norm(query.detach(), dim=-1, dtype=torch.float64).max())
     if not longest <= limit * (1 + 8 * torch.finfo(query.dtype).eps):
         raise ValueError(
             f"query: expected a norm <= {limit:g}, got {longest:.6g}; pass "
@@ -98,9 +126,9 @@ def network_constants(
     initial: Parameters,
     radii: Radii,
     *,
+    inputs: InputBounds,
     transport_norms: TransportNorms | None = None,
     activation: str | Activation = "tanh",
-    inputs: InputBounds = UNIT_BALL,
 ) -> NetworkConstants:
     r"""
     .. math:: G^2 = s_0^2 + s_1^2\,\overline{C_i^2 \max(b, b^2 b_q R_i)^2}, \qquad
@@ -113,13 +141,22 @@ def network_constants(
     bars are averages over the m heads of ``initial`` (:math:`\phi_0`),
     :math:`R_i = \|U_i^0\| + \rho_U/\sqrt m`, :math:`C_i = |c_i^0| + \rho_c/\sqrt m`. P and Q are
     :func:`~attention_dynamics.theory.constants.block_slope` and
-    :func:`~attention_dynamics.theory.constants.block_curvature`. ``inputs`` are checked bounds from
-    :func:`input_bounds`; the default is the unit ball. See :class:`NetworkConstants`.
+    :func:`~attention_dynamics.theory.constants.block_curvature`. ``inputs`` come from
+    :func:`input_bounds`, which checks the tokens; ``UNIT_BALL`` speaks of all inputs of norm at
+    most 1. See :class:`NetworkConstants`.
 
-    Raises ValueError if a radius is None (a free block has no bound) or below its transport norm.
+    Raises ValueError if a radius is None (a free block has no bound) or below its transport norm,
+    TypeError if ``radii`` or ``inputs`` is something else.
     """
-    rho = _finite_radii(radii)
-    _require_radii_above(rho, transport_norms)
+    rho = TransportNorms(
+        *bounded_radii(
+            radii,
+            remedy="a block without projection has no bound: pass the radius it stayed within, "
+            "for example the largest distance in the history",
+        )
+    )
+    if transport_norms is not None:
+        _require_radii_above(rho, transport_norms)
     initial.require_valid("initial")
     sigma = get_activation(activation)
     s0, s1, _ = sigma.bounds
@@ -127,7 +164,7 @@ def network_constants(
     norms = initial.detach().to(device="cpu", dtype=torch.float64).block_norms()
     c0, R = norms.c.numpy(), norms.U.numpy() + rho.U / root
     C = c0 + rho.c / root
-    b = inputs._asdict()
+    b = require_inputs(inputs)
     slope = block_slope(R, rho.U, rho.W, **b)
     curvature = block_curvature(R, rho.U, rho.W, sigma, **b)
     remainder = None
@@ -173,12 +210,10 @@ def indrnn_gradient_bounds(
     """
     if not math.isfinite(u):
         raise ValueError(f"u: expected a finite number, got {u}")
-    if isinstance(T, bool) or not isinstance(T, int) or T < 1:
-        raise ValueError(f"T: expected an integer >= 1, got {T!r}; it counts recurrent steps")
+    require_integer("T", T, minimum=1, remedy="it counts recurrent steps")
     for name, value in (("s0", s0), ("s1", s1), ("token_bound", token_bound)):
-        if not 0.0 <= value < math.inf:
-            raise ValueError(f"{name}: expected a finite number >= 0, got {value}")
-    ratio = s1 * abs(u)
+        require_number(name, value)
+    ratio = s1 * abs(float(u))
     return IndRNNGradientBounds(
         s1 * token_bound * _geometric_sum(ratio, T), s0 * s1 * _geometric_sum(ratio, T - 1)
     )
@@ -196,23 +231,9 @@ def _geometric_sum(ratio: float, terms: int) -> float:
         return math.inf
 
 
-def _finite_radii(radii: Radii) -> TransportNorms:
+def _require_radii_above(rho: TransportNorms, nu: TransportNorms) -> None:
     for block in ("c", "U", "W"):
-        if getattr(radii, block) is None:
-            raise ValueError(
-                f"radii.{block}: expected a number, got None; a block without projection has no "
-                f"bound: pass the radius it stayed within, for example the largest "
-                f"distance_{block} of the history"
-            )
-    assert radii.c is not None
-    assert radii.U is not None
-    assert radii.W is not None
-    return TransportNorms(radii.c, radii.U, radii.W)
-
-
-def _require_radii_above(rho: TransportNorms, nu: TransportNorms | None) -> None:
-    for block in ("c", "U", "W"):
-        radius, norm = getattr(rho, block), 0.0 if nu is None else getattr(nu, block)
+        radius, norm = getattr(rho, block), getattr(nu, block)
         if radius < norm:
             raise ValueError(
                 f"radii.{block}: expected at least transport_norms.{block} = {norm:g}, got "

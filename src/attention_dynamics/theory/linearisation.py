@@ -15,10 +15,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attention_dynamics.models import shallow
+from attention_dynamics.models._pass import require_tokens
 from attention_dynamics.models.activations import Activation, get_activation
 from attention_dynamics.models.attention import Query, resolve_query
 from attention_dynamics.models.parameters import Parameters
-from attention_dynamics.training.projection import Radii
+from attention_dynamics.training.projection import Radii, bounded_radii
 from attention_dynamics.validation import require_cpu_generator, require_integer
 
 
@@ -36,6 +37,11 @@ def linearised(
 
     Raises ValueError or TypeError for tokens or parameters that do not fit, NaN or infinity.
     """
+    if parameters.W.shape != initial.W.shape:
+        raise ValueError(
+            f"parameters: expected W of shape {tuple(initial.W.shape)}, as in initial, got "
+            f"{tuple(parameters.W.shape)}; compare parameters of one model"
+        )
     value = shallow.forward(
         initial, tokens, query=query, activation=activation, scale=scale, mask=mask
     )
@@ -67,6 +73,7 @@ def linearisation_error(
 
     Raises ValueError or TypeError for tokens or parameters that do not fit, NaN or infinity.
     """
+    require_tokens(tokens, initial.dimension)
     initial, parameters = initial.to(dtype=torch.float64), parameters.to(dtype=torch.float64)
     tokens = tokens.double()
     if isinstance(query, Tensor):
@@ -138,14 +145,15 @@ def adversarial_perturbation(
 
     ``tokens`` (n, T, d); ``generator`` is a CPU generator for the starts. The ascent runs in
     float64 on the device of the tokens. Returns the perturbed parameters, each head within its
-    ball, the error over all samples and the sample where it is largest: a lower bound of the
-    supremum.
+    ball up to rounding, the error over all samples and the sample where it is largest: a lower
+    bound of the supremum.
 
     Raises ValueError if a radius is None, a count is below 1, or the inputs do not fit.
     """
     for name, value in (("candidates", candidates), ("starts", starts), ("steps", steps)):
         require_integer(name, value, minimum=1)
     require_cpu_generator(generator)
+    require_tokens(tokens, initial.dimension)
     sigma, limits = get_activation(activation), _limits(radii, initial.heads)
     exact, X = initial.to(dtype=torch.float64), tokens.double()
     queries = resolve_query(X, query.double() if isinstance(query, Tensor) else query, mask)
@@ -279,13 +287,6 @@ def _by_second_order(
 
 
 def _limits(radii: Radii, heads: int) -> tuple[float, float, float]:
-    for block in ("c", "U", "W"):
-        if getattr(radii, block) is None:
-            raise ValueError(
-                f"radii.{block}: expected a number, got None; a perturbation needs a bounded set"
-            )
-    assert radii.c is not None
-    assert radii.U is not None
-    assert radii.W is not None
     root = math.sqrt(heads)
-    return radii.c / root, radii.U / root, radii.W / root
+    c, U, W = bounded_radii(radii, remedy="a perturbation needs a bounded set")
+    return c / root, U / root, W / root

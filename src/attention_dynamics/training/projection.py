@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attention_dynamics.models.parameters import BlockNorms, Parameters
+from attention_dynamics.validation import require_number
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,34 @@ class Radii:
         r""":math:`0 \le \rho < \infty`, or None, block by block; ValueError names the block."""
         for block in ("c", "U", "W"):
             radius = getattr(self, block)
-            if radius is not None and not 0.0 <= radius < math.inf:
-                raise ValueError(
-                    f"radii.{block}: expected a finite number >= 0 or None, got {radius}; "
-                    "0 freezes the block at its centre, None leaves it free"
+            if radius is not None:
+                require_number(
+                    f"radii.{block}",
+                    radius,
+                    remedy="0 freezes the block at its centre, None leaves it free",
                 )
+
+
+def require_radii(radii: Radii) -> Radii:
+    """Check for :class:`Radii`: a bare number or tuple would leave open which block is meant."""
+    if not isinstance(radii, Radii):
+        raise TypeError(
+            f"radii: expected Radii(c, U, W), got {radii!r}; name the blocks, for example "
+            "Radii(c=3.0, U=3.0, W=3.0)"
+        )
+    return radii
+
+
+def bounded_radii(radii: Radii, *, remedy: str) -> tuple[float, float, float]:
+    r""":math:`(\rho_c, \rho_U, \rho_W)`, none of them None; ValueError names the free block."""
+    require_radii(radii)
+    for block in ("c", "U", "W"):
+        if getattr(radii, block) is None:
+            raise ValueError(f"radii.{block}: expected a number, got None; {remedy}")
+    assert radii.c is not None
+    assert radii.U is not None
+    assert radii.W is not None
+    return radii.c, radii.U, radii.W
 
 
 class ActiveHeads(NamedTuple):
@@ -65,6 +89,7 @@ class ProjectionSet:
 
     def __post_init__(self) -> None:
         self.centre.require_valid("centre")
+        require_radii(self.radii)
 
     def limits(self) -> tuple[float | None, float | None, float | None]:
         r""":math:`\rho/\sqrt m` for the blocks c, U, W; None where the block is free."""

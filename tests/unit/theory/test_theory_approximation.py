@@ -13,12 +13,14 @@ from attention_dynamics.models.parameters import (
     symmetric_initialisation,
 )
 from attention_dynamics.theory import (
+    UNIT_BALL,
     InputBounds,
     Teacher,
     TransportNorms,
     approximation_bound,
     approximation_error,
     head_contributions,
+    input_bounds,
     random_multi_anchor,
     target_bound,
     value_radius,
@@ -70,10 +72,10 @@ def test_no_head_contributes_more_than_g(setting):
 
 def test_the_target_is_below_its_bound(setting):
     _, tokens, teacher = setting
-    assert float(teacher(tokens).abs().max()) <= target_bound(NORMS, 4)
+    assert float(teacher(tokens).abs().max()) <= target_bound(NORMS, 4, inputs=UNIT_BALL)
 
 
-@pytest.mark.parametrize("inputs", [InputBounds(), InputBounds(1.5, 0.5)])
+@pytest.mark.parametrize("inputs", [UNIT_BALL, InputBounds(1.5, 0.5)])
 @pytest.mark.parametrize("activation", ["tanh", "erf"])
 def test_moments_and_bias_are_expectations_over_U(inputs, activation):
     d, heads, delta_prime = 4, 2, 0.3  # so few heads that the tail is seen
@@ -108,7 +110,14 @@ def test_the_bound_holds_over_draws_of_the_heads(setting, paired):
     draw = symmetric_initialisation if paired else independent_initialisation
     for heads in (8, 64):
         bound = approximation_bound(
-            NORMS, heads, 4, samples=64, delta=0.05, delta_prime=0.05, paired=paired
+            NORMS,
+            heads,
+            4,
+            samples=64,
+            delta=0.05,
+            delta_prime=0.05,
+            paired=paired,
+            inputs=input_bounds(tokens, transport.query),
         )
         assert bound.sup is not None
         for k in range(40):
@@ -121,28 +130,29 @@ def test_the_bound_holds_over_draws_of_the_heads(setting, paired):
 
 def test_n_enters_the_maximum_only_and_through_its_logarithm():
     def bound(n, heads=64):
-        return approximation_bound(NORMS, heads, 4, samples=n, delta=0.05, delta_prime=0.05)
+        return approximation_bound(
+            NORMS, heads, 4, samples=n, delta=0.05, delta_prime=0.05, inputs=UNIT_BALL
+        )
 
     small, large = bound(100), bound(10**6)
     assert small.rms == large.rms
     ratio = (large.sup - large.bias) / (small.sup - small.bias)
     assert ratio == pytest.approx(math.sqrt(math.log(4e7) / math.log(4e3)), rel=1e-12)
-    none = approximation_bound(NORMS, 64, 4, delta=0.05, delta_prime=0.05)
+    none = bound(None)
     assert none.sup is None
     assert none.rms == small.rms
 
 
 def test_the_bound_has_the_formula_of_hoeffding_and_mcdiarmid():
-    found = approximation_bound(NORMS, 64, 4, samples=500, delta=0.02, delta_prime=0.05)
+    given = {"samples": 500, "delta": 0.02, "delta_prime": 0.05, "inputs": UNIT_BALL}
+    found = approximation_bound(NORMS, 64, 4, **given)
     B, V, bias = found.head_bound, found.second_moment, found.bias
     assert found.sup == pytest.approx(2 * B * math.sqrt(math.log(2 * 500 / 0.02) / 64) + bias)
     assert found.rms == pytest.approx(
         math.sqrt(V / 32) + B * math.sqrt(2 * math.log(1 / 0.02) / 32) + bias
     )
     assert found.value_radius == value_radius(64, 4, 0.05)
-    halves = approximation_bound(
-        NORMS, 32, 4, samples=500, delta=0.02, delta_prime=0.05, paired=False
-    )
+    halves = approximation_bound(NORMS, 32, 4, **given, paired=False)
     assert halves == found
 
 
@@ -153,14 +163,15 @@ def test_the_bound_has_the_formula_of_hoeffding_and_mcdiarmid():
         ({"heads": 0}, "heads: expected an integer >= 2, got 0"),
         ({"dimension": 0}, "dimension: expected an integer >= 1, got 0"),
         ({"delta": 0.0}, r"delta: expected a probability in \(0, 1\), got 0.0"),
-        ({"delta_prime": 1.0}, r"delta: expected a probability in \(0, 1\), got 1.0"),
+        ({"delta_prime": 1.0}, r"delta_prime: expected a probability in \(0, 1\), got 1.0"),
         ({"samples": 0}, "samples: expected an integer >= 1, got 0"),
         ({"activation": "relu"}, "activation: expected one of"),
     ],
 )
 def test_arguments_out_of_range_are_refused(changes, message):
     fields = {
-        "norms": NORMS, "heads": 8, "dimension": 3, "delta": 0.1, "delta_prime": 0.1, "samples": 9
+        "norms": NORMS, "heads": 8, "dimension": 3, "delta": 0.1, "delta_prime": 0.1, "samples": 9,
+        "inputs": UNIT_BALL,
     }  # fmt: skip
     with pytest.raises(ValueError, match=message):
         approximation_bound(**(fields | changes))

@@ -11,6 +11,7 @@ from attention_dynamics.models import shallow
 from attention_dynamics.models.indrnn import final_state_gradients
 from attention_dynamics.models.parameters import Parameters, symmetric_initialisation
 from attention_dynamics.theory import (
+    UNIT_BALL,
     InputBounds,
     TransportNorms,
     adversarial_perturbation,
@@ -86,7 +87,7 @@ def test_constants_are_never_violated(activation, query, b):
 
 def test_constants_are_averages_over_heads():
     initial, rho, nu = initial_of(), Radii(3.0, 2.0, 2.5), TransportNorms(1.0, 2.0, 0.5)
-    found = network_constants(initial, rho, transport_norms=nu)
+    found = network_constants(initial, rho, inputs=UNIT_BALL, transport_norms=nu)
     C = 1 + 3.0 / math.sqrt(m)
     R = torch.linalg.vector_norm(initial.U, dim=-1) + 2.0 / math.sqrt(m)
     mean = lambda function: sum(function(x) for x in R.tolist()) / m  # noqa: E731
@@ -96,7 +97,7 @@ def test_constants_are_averages_over_heads():
     assert found.output == pytest.approx(3.0 + P)
     assert found.linearisation == pytest.approx(3.0 * P + Q / 2)
     assert found.remainder == pytest.approx(4.0 * P2 + C * Q2 / 2)
-    without = network_constants(initial, rho)
+    without = network_constants(initial, rho, inputs=UNIT_BALL)
     assert without.remainder is None
     assert without.remainder_error is None
     assert without.linearisation == found.linearisation
@@ -107,7 +108,7 @@ def test_constants_do_not_see_the_sequence_length():
     # does not grow with T either: antipodal tokens, the worst case, repeated T/2 times.
     initial = initial_of()
     e = unit_ball_tokens(20, 1, d, generator=generator(9), law="sphere", dtype=torch.float64)
-    constants = network_constants(initial, Radii(0.0, 0.0, 0.0))
+    constants = network_constants(initial, Radii(0.0, 0.0, 0.0), inputs=UNIT_BALL)
     sizes = []
     for T in (2, 16, 256):
         signs = 1.0 - 2.0 * (torch.arange(T, dtype=torch.float64) % 2)
@@ -122,19 +123,21 @@ def test_a_radius_below_the_transport_norm_is_refused(block):
     radii = Radii(**({"c": 2.0, "U": 2.0, "W": 2.0} | {block: 1.0}))
     message = rf"radii\.{block}: expected at least transport_norms\.{block} = 1\.5, got 1; .*raise"
     with pytest.raises(ValueError, match=message):
-        network_constants(initial_of(), radii, transport_norms=TransportNorms(1.5, 1.5, 1.5))
+        network_constants(
+            initial_of(), radii, inputs=UNIT_BALL, transport_norms=TransportNorms(1.5, 1.5, 1.5)
+        )
 
 
 @pytest.mark.parametrize("block", ["c", "U", "W"])
 def test_a_free_block_has_no_bound(block):
     radii = Radii(**({"c": 2.0, "U": 2.0, "W": 2.0} | {block: None}))
     with pytest.raises(ValueError, match=rf"radii\.{block}: expected a number, got None.*distance"):
-        network_constants(initial_of(), radii)
+        network_constants(initial_of(), radii, inputs=UNIT_BALL)
 
 
 def test_inputs_beyond_the_unit_ball_need_their_bound():
-    tokens, q = sequences(1.4), query_vector(d, generator=generator(0), norm=2.0)
-    short = q.double() / 2
+    tokens, q = sequences(1.4), query_vector(d, generator=generator(0), norm=2.0).double()
+    short = q / 2
     with pytest.raises(
         ValueError, match=r"tokens: expected norms <= 1, got 1\.4; pass token_bound"
     ):
@@ -145,13 +148,48 @@ def test_inputs_beyond_the_unit_ball_need_their_bound():
     assert input_bounds(tokens, q, token_bound=1.5, query_bound=2.5) == InputBounds(1.5, 2.5)
     assert input_bounds(tokens, "last", token_bound=1.5, scale=0.25) == InputBounds(1.5, 0.375)
     assert input_bounds(sequences(), "last") == InputBounds(1.0, 1.0)
-    with pytest.raises(ValueError, match=r"query: .*got nan"):
-        input_bounds(sequences(), torch.full((d,), math.nan))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"query": "first"}, ValueError, "query: expected a tensor of shape .* or 'last'"),
+        ({"query": torch.full((d,), math.nan).double()}, ValueError, "query: .*got nan"),
+        ({"query": torch.zeros(d + 1).double()}, ValueError, r"query: expected shape \(d,\)"),
+        ({"query": torch.zeros(d)}, TypeError, "query: has dtype torch.float32"),
+        (
+            {"query": "last", "query_bound": 0.5},
+            ValueError,
+            "query_bound: expected None for query='last', got 0.5; the query is a token",
+        ),
+        ({"query_bound": -1.0}, ValueError, "query_bound: expected a finite number >= 0, got -1"),
+        ({"scale": -1.0}, ValueError, "scale: expected a finite number >= 0, got -1"),
+        ({"scale": math.nan}, ValueError, "scale: expected a finite number >= 0, got nan"),
+        ({"tokens": sequences()[:0]}, ValueError, "tokens: expected at least one"),
+        ({"token_bound": "2"}, TypeError, "token_bound: expected a finite number > 0, got '2'"),
+    ],
+)
+def test_inputs_that_would_make_a_bound_wrong_are_refused(changes, error, message):
+    fields = {"tokens": sequences(), "query": torch.zeros(d, dtype=torch.float64)} | changes
+    with pytest.raises(error, match=message):
+        input_bounds(**fields)
+
+
+def test_no_constant_can_be_had_without_a_word_on_the_inputs():
+    initial, radii = initial_of(), Radii(1.0, 1.0, 1.0)
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'inputs'"):
+        network_constants(initial, radii)
+    with pytest.raises(TypeError, match=r"inputs: expected InputBounds, got Tensor; .*input_bound"):
+        network_constants(initial, radii, inputs=sequences())
+    with pytest.raises(ValueError, match=r"inputs\.token_bound: expected a finite number > 0"):
+        network_constants(initial, radii, inputs=InputBounds(-1.0, 1.0))
+    with pytest.raises(TypeError, match=r"radii: expected Radii\(c, U, W\), got \(1, 1, 1\)"):
+        network_constants(initial, (1, 1, 1), inputs=UNIT_BALL)
 
 
 def test_a_longer_ball_gives_larger_constants():
     initial, rho = initial_of(), Radii(2.0, 2.0, 2.0)
-    one = network_constants(initial, rho)
+    one = network_constants(initial, rho, inputs=UNIT_BALL)
     two = network_constants(initial, rho, inputs=InputBounds(2.0, 1.5))
     assert two.output > one.output
     assert two.linearisation > one.linearisation
@@ -223,4 +261,8 @@ def test_recurrent_arguments_are_checked(arguments, message):
 def test_invalid_parameters_are_refused():
     initial = initial_of()
     with pytest.raises(ValueError, match=r"initial\.c"):
-        network_constants(Parameters(initial.c[:3], initial.U, initial.W), Radii(1.0, 1.0, 1.0))
+        network_constants(
+            Parameters(initial.c[:3], initial.U, initial.W),
+            Radii(1.0, 1.0, 1.0),
+            inputs=UNIT_BALL,
+        )

@@ -11,6 +11,7 @@ from attention_dynamics.data.tokens import query_vector, unit_ball_tokens
 from attention_dynamics.models import shallow
 from attention_dynamics.models.parameters import Parameters, symmetric_initialisation
 from attention_dynamics.theory import (
+    UNIT_BALL,
     adversarial_perturbation,
     linearisation_error,
     linearised,
@@ -118,9 +119,8 @@ def test_the_adversary_is_in_the_set_below_the_bound_and_above_random(query, act
         phi = random_perturbation(initial, RADII, generator=generator(k))
         random = max(random, float(linearisation_error(initial, phi, tokens, **common).abs().max()))
     assert found.error > 3 * random
-    assert (
-        found.error <= network_constants(initial, RADII, activation=activation).linearisation_error
-    )
+    constants = network_constants(initial, RADII, activation=activation, inputs=UNIT_BALL)
+    assert found.error <= constants.linearisation_error
 
 
 def test_the_adversary_finds_what_many_starts_find():
@@ -208,6 +208,18 @@ def test_a_free_block_is_refused(block):
         worst(8, "last", radii)
     with pytest.raises(ValueError, match=rf"radii\.{block}: expected a number, got None"):
         random_perturbation(initial_of(), radii, generator=generator(0))
+
+
+def test_parameters_of_another_model_are_refused():
+    # One head would broadcast against eight, and the difference be meaningless.
+    tokens, query = inputs()
+    one = initial_of().map(lambda block: block[:1])
+    message = r"parameters: expected W of shape \(8, 4, 4\), as in initial, got \(1, 4, 4\)"
+    for function in (linearised, linearisation_error):
+        with pytest.raises(ValueError, match=message):
+            function(initial_of(), one, tokens, query=query)
+    with pytest.raises(TypeError, match=r"tokens: expected a torch\.Tensor .* got ndarray"):
+        linearisation_error(initial_of(), initial_of(), tokens.numpy(), query=query)
 
 
 @pytest.mark.parametrize("argument", ["candidates", "starts", "steps"])
