@@ -215,6 +215,12 @@ def test_equal_tokens_have_no_part_in_W():
         ({"coefficients": torch.ones(R + 1)}, r"coefficients: expected shape \(R,\) with R = 3"),
         ({"coefficients": torch.ones(R)}, "coefficients: expected .* sum to 1, got 3; divide"),
         ({"activation": "relu"}, "activation: expected one of"),
+        ({"query": "first"}, "query: expected a tensor of shape .* or 'last', got 'first'"),
+        # One query an anchor has the shape (n, d) of one query a sample, and is neither.
+        ({"query": torch.zeros(R, d)}, r"query: expected shape \(d,\) with d = 4, got \(3, 4\)"),
+        ({"query": torch.zeros(d).double()}, "query: has dtype torch.float64"),
+        ({"scale": math.nan}, "scale: expected a finite number >= 0, got nan"),
+        ({"norms": (1, 1, 1)}, r"norms: expected TransportNorms\(c, U, W\), got \(1, 1, 1\)"),
     ],
 )
 def test_a_bad_transport_is_refused(change, message):
@@ -223,7 +229,7 @@ def test_a_bad_transport_is_refused(change, message):
         "norms": NORMS, "query": "last",
     }  # fmt: skip
     MultiAnchorTransport(**fields)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         MultiAnchorTransport(**(fields | change))
 
 

@@ -10,7 +10,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attention_dynamics.models.parameters import Parameters, independent_initialisation
-from attention_dynamics.theory.transport import MultiAnchorTransport, head_contributions
+from attention_dynamics.theory.transport import (
+    MultiAnchorTransport,
+    head_contributions,
+    require_sequences,
+)
 from attention_dynamics.validation import require_integer
 
 _BLOCK = 2**22  # elements of the largest array (samples x heads x d) held at once
@@ -86,6 +90,7 @@ class Teacher:
 
         Raises ValueError or TypeError for tokens that are not finite or do not fit the anchors.
         """
+        require_sequences(tokens, self.transport, mask)
         head_chunk = min(self.heads, 1024)
         sample_chunk = max(1, _BLOCK // (head_chunk * self.parameters.dimension))
         values, errors = [], []

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attention_dynamics.data.tokens import Law, unit_ball_tokens
+from attention_dynamics.models._pass import require_tokens
 from attention_dynamics.models.activations import Activation, get_activation
 from attention_dynamics.models.attention import Query, head_features, resolve_query
 from attention_dynamics.models.parameters import Parameters
@@ -23,6 +24,8 @@ from attention_dynamics.validation import (
     require_finite,
     require_floating,
     require_integer,
+    require_mask,
+    require_number,
     require_shape,
 )
 
@@ -42,12 +45,9 @@ class TransportNorms:
 
     def __post_init__(self) -> None:
         for block in ("c", "U", "W"):
-            value = getattr(self, block)
-            if not 0.0 <= value < math.inf:
-                raise ValueError(
-                    f"norms.{block}: expected a finite number >= 0, got {value}; "
-                    "0 switches the block off"
-                )
+            require_number(
+                f"norms.{block}", getattr(self, block), remedy="0 switches the block off"
+            )
 
     @property
     def norm(self) -> float:
@@ -69,8 +69,9 @@ class MultiAnchorTransport:
     :math:`q_r` stands for scale times the query, here and in :func:`head_contributions`.
 
     ``anchors`` (R, T, d), ``coefficients`` (R,), ``query`` (d,) or ``"last"`` (the last token of
-    each anchor). Raises ValueError for wrong shapes, NaN or infinity, or coefficients whose
-    absolute values do not sum to 1.
+    each anchor). Raises ValueError for wrong shapes, NaN or infinity, another word for the query, a
+    negative scale, or coefficients whose absolute values do not sum to 1; TypeError for dtypes that
+    differ or norms that are no :class:`TransportNorms`.
     """
 
     anchors: Float[Tensor, "R T d"]
@@ -92,6 +93,14 @@ class MultiAnchorTransport:
                 f"coefficients: expected absolute values that sum to 1, got {total:.6g}; "
                 "divide them by that sum and put the size of the target into norms"
             )
+        if isinstance(self.query, Tensor):
+            require_shape("query", self.query, ("d",), {"d": self.anchors.shape[-1]})
+        resolve_query(self.anchors, self.query)  # for its checks of the word, dtype and values
+        if not isinstance(self.norms, TransportNorms):
+            raise TypeError(
+                f"norms: expected TransportNorms(c, U, W), got {self.norms!r}; name the blocks"
+            )
+        require_number("scale", self.scale)
         get_activation(self.activation)
 
     def __call__(self, parameters: Parameters) -> Parameters:
@@ -216,6 +225,7 @@ def transported_function(
 
     Raises ValueError or TypeError for tokens that are not finite or do not fit the parameters.
     """
+    require_sequences(tokens, transport, mask)
     direction = transport(parameters)
     chunk = max(1, _BLOCK // parameters.U.numel())
     parts = []
@@ -225,6 +235,18 @@ def transported_function(
         z = head_contributions(tokens[rows], transport, parameters, mask=kept, direction=direction)
         parts.append(z.mean(dim=-1))
     return torch.cat(parts)
+
+
+def require_sequences(
+    tokens: Float[Tensor, "n T d"],
+    transport: MultiAnchorTransport,
+    mask: Bool[Tensor, "n T"] | None,
+) -> None:
+    """Check tokens and mask against the anchors, once, before they are cut into chunks."""
+    require_tokens(tokens, transport.anchors.shape[-1])
+    require_floating("tokens", tokens, transport.anchors.dtype)
+    if mask is not None:
+        require_mask(mask, tokens.shape[0], tokens.shape[1])
 
 
 class ApproximationError(NamedTuple):
@@ -249,6 +271,7 @@ def approximation_error(
 
     Raises ValueError or TypeError for values that are not finite or do not fit the tokens.
     """
+    require_sequences(tokens, transport, mask)
     require_shape("teacher_values", teacher_values, ("n",), {"n": tokens.shape[0]})
     require_finite("teacher_values", teacher_values)
     error = transported_function(tokens, transport, parameters, mask=mask) - teacher_values

@@ -119,3 +119,23 @@ def test_paired_heads_approximate_like_half_as_many(transport, tokens):
 def test_a_teacher_needs_two_heads(transport):
     with pytest.raises(ValueError, match="heads: expected an integer >= 2, got 1"):
         Teacher(transport, generator=generator(0), heads=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda x: (x[:0], None), ValueError, r"tokens: .* at least one .* got shape \(0, 6, 4\)"),
+        (lambda x: (x.float(), None), TypeError, r"tokens: has dtype .*float32 .* in .*float64"),
+        (lambda x: (x.tolist(), None), TypeError, r"tokens: expected a torch\.Tensor"),
+        (lambda x: (x, torch.ones(60, T).bool()), ValueError, r"mask: expected .* got \(60, 6\)"),
+    ],
+)
+def test_bad_sequences_are_refused_before_they_are_cut(transport, tokens, change, error, message):
+    teacher = Teacher(transport, generator=generator(0), heads=4)
+    bad, mask = change(tokens)
+    with pytest.raises(error, match=message):
+        teacher(bad, mask)
+    with pytest.raises(error, match=message):
+        transported_function(bad, transport, teacher.parameters, mask=mask)
+    with pytest.raises(error, match=message):
+        approximation_error(teacher(tokens), transport, teacher.parameters, bad, mask=mask)
