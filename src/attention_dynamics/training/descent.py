@@ -17,9 +17,9 @@ from attention_dynamics.data.streams import generator as named_generator
 from attention_dynamics.models.parameters import Parameters
 from attention_dynamics.models.shallow import ShallowTransformer
 from attention_dynamics.training.objective import Objective
-from attention_dynamics.training.projection import ProjectionSet, Radii
+from attention_dynamics.training.projection import ProjectionSet, Radii, require_radii
 from attention_dynamics.training.tracking import BestIterate, History, RunningAverage
-from attention_dynamics.validation import require_integer
+from attention_dynamics.validation import require_integer, require_number
 
 Held = tuple[Float[Tensor, "n T d"], Float[Tensor, " n"]]
 HeldMasked = tuple[Float[Tensor, "n T d"], Float[Tensor, " n"], Bool[Tensor, "n T"]]
@@ -52,7 +52,8 @@ class DescentConfig:
       than the fraction ``relative_improvement`` of its value; None never stops;
     - ``record_every``: steps between two rows of the history.
 
-    Raises ValueError naming the field when a value is out of its range.
+    Raises ValueError naming the field when a value is out of its range, TypeError when it is of
+    another type.
     """
 
     steps: int
@@ -72,10 +73,11 @@ class DescentConfig:
             value = getattr(self, name)
             if value is not None:
                 require_integer(name, value, minimum=1, remedy="pass None to switch it off")
-        if self.step_size is not None and not 0.0 < self.step_size < math.inf:
-            raise ValueError(
-                f"step_size: expected a finite number > 0, got {self.step_size}; "
-                "pass None for 1/sqrt(steps)"
+        if self.radii is not None:
+            require_radii(self.radii)
+        if self.step_size is not None:
+            require_number(
+                "step_size", self.step_size, positive=True, remedy="pass None for 1/sqrt(steps)"
             )
         if not 0.0 <= self.relative_improvement < 1.0:
             raise ValueError(
@@ -143,14 +145,18 @@ def projected_gradient_descent(
     and ``gradient_*`` of the history are those of the whole training set, so a row costs a pass:
     raise ``record_every``.
 
-    Warns (UserWarning) when a radius is below the transport norm of its block. Raises ValueError
+    Tokens may have any norm: the descent needs none. The theory does, so with ``transport_norms``
+    it warns (UserWarning) when a radius is below the transport norm of its block or a token is
+    longer than 1. Raises ValueError
     or TypeError for wrong shapes, dtypes, NaN or infinity, FloatingPointError when the loss stops
     being finite; the model is then as it came in. Source: arXiv 2601.16514, ProjGD and ProjSGD.
     """
     training = Objective.of(model, tokens, targets, mask)
-    held = None if validation is None else Objective.of(model, *validation, name="validation")
+    held = None if validation is None else _held(model, validation)
     radii = Radii(None, None, None) if config.radii is None else config.radii
-    _warn_small_radii(radii, config.transport_norms)
+    if config.transport_norms is not None:
+        _warn_small_radii(radii, config.transport_norms)
+        _warn_long_tokens(training.tokens)
     initial = model.snapshot()
     region = ProjectionSet(initial, radii)
     batches = None if config.batch_size is None else _batches(training, config)
@@ -216,21 +222,46 @@ def _batches(training: Objective, config: DescentConfig) -> Iterator[Objective]:
         yield training.rows(index.to(device))
 
 
+def _held(model: ShallowTransformer, validation: Held | HeldMasked) -> Objective:
+    if not isinstance(validation, tuple | list) or len(validation) not in (2, 3):
+        raise TypeError(
+            "validation: expected (tokens, targets) or (tokens, targets, mask), got "
+            f"{type(validation).__name__}"
+            + (f" of {len(validation)}" if isinstance(validation, tuple | list) else "")
+        )
+    return Objective.of(model, *validation, name="validation")
+
+
 def _finite(loss: Tensor, name: str, step: int, config: DescentConfig) -> float:
     value = float(loss)
     if not math.isfinite(value):
+        remedy = (
+            "the descent diverged: reduce step_size, or bound the parameters with radii"
+            if step
+            else "it overflows before the first step: rescale the targets, or use float64"
+        )
         raise FloatingPointError(
-            f"{name}: {value} at step {step} with step_size = {config.eta:.4g}; the descent "
-            "diverged: reduce step_size, or bound the parameters with radii"
+            f"{name}: {value} at step {step} with step_size = {config.eta:.4g}; {remedy}"
         )
     return value
 
 
-def _warn_small_radii(radii: Radii, norms: BlockSizes | None) -> None:
+def _warn_long_tokens(tokens: Tensor) -> None:
+    longest = float(torch.linalg.vector_norm(tokens, dim=-1, dtype=torch.float64).max())
+    if longest > 1 + 8 * torch.finfo(tokens.dtype).eps:
+        warnings.warn(
+            f"tokens: norms reach {longest:.6g}, and the convergence bound for transport_norms is "
+            "stated for norms <= 1; divide the tokens with rescale_tokens, or take the constants "
+            "for a larger ball, input_bounds(tokens, query, token_bound=b)",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _warn_small_radii(radii: Radii, norms: BlockSizes) -> None:
     for block in ("c", "U", "W"):
-        radius = getattr(radii, block)
-        norm = None if norms is None else getattr(norms, block)
-        if radius is not None and norm is not None and radius < norm:
+        radius, norm = getattr(radii, block), getattr(norms, block)
+        if radius is not None and radius < norm:
             warnings.warn(
                 f"radii.{block} = {radius:g} is below transport_norms.{block} = {norm:g}: the "
                 f"target may lie outside of the projection set and the convergence bound does not "

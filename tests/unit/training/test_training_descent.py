@@ -251,6 +251,49 @@ def test_radii_below_the_transport_norms_warn(block):
         projected_gradient_descent(model_of(), tokens, targets, free)
 
 
+def test_tokens_beyond_the_unit_ball_warn_where_the_theory_is_meant():
+    tokens, targets = data()
+    norms = TransportNorms(0.0, 0.0, 0.0)
+    with pytest.warns(UserWarning, match=r"tokens: norms reach .*rescale_tokens.*token_bound"):
+        projected_gradient_descent(
+            model_of(), 3 * tokens, targets, DescentConfig(1, transport_norms=norms)
+        )
+    padded = torch.cat((tokens, torch.full_like(tokens[:, :1], 9.0)), dim=1)
+    mask = torch.ones(n, T + 1, dtype=torch.bool)
+    mask[:, -1] = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        projected_gradient_descent(model_of(), 3 * tokens, targets, DescentConfig(1))
+        projected_gradient_descent(
+            model_of(), padded, targets, DescentConfig(1, transport_norms=norms), mask=mask
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"radii": 3.0}, r"radii: expected Radii\(c, U, W\), got 3.0; name the blocks"),
+        ({"step_size": "0.1"}, "step_size: expected a finite number > 0, got '0.1', a str; pass"),
+    ],
+)
+def test_a_configuration_of_another_type_is_refused(changes, message):
+    with pytest.raises(TypeError, match=message):
+        DescentConfig(10, **changes)
+
+
+def test_a_loss_that_overflows_at_the_start_is_no_divergence():
+    tokens, targets = data()
+    with pytest.raises(FloatingPointError, match=r"at step 0 .* before the first step: rescale"):
+        projected_gradient_descent(model_of(), tokens, 1e200 * targets, DescentConfig(3))
+
+
+@pytest.mark.parametrize("held", [(torch.zeros(2, 2, 2),), torch.zeros(2, 2, 2)])
+def test_a_validation_set_that_is_no_pair_is_refused(held):
+    tokens, targets = data()
+    with pytest.raises(TypeError, match=r"validation: expected \(tokens, targets\) or"):
+        projected_gradient_descent(model_of(), tokens, targets, DescentConfig(1), validation=held)
+
+
 def test_divergence_names_the_step_and_the_step_size():
     tokens, targets = data()
     model = model_of()
