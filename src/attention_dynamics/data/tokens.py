@@ -129,12 +129,18 @@ def check_token_norms(
     return float(bound)
 
 
-def rescale_tokens(tokens: Float[Tensor, "n T d"], token_bound: float) -> Float[Tensor, "n T d"]:
+def rescale_tokens(
+    tokens: Float[Tensor, "n T d"],
+    token_bound: float,
+    *,
+    mask: Bool[Tensor, "n T"] | None = None,
+) -> Float[Tensor, "n T d"]:
     r""":math:`X \mapsto X/b`: tokens of norm at most b become tokens of norm at most 1.
 
-    Raises ValueError if a token is not finite, a norm exceeds b, or b is not positive.
+    Padding, where ``mask`` (n, T) is False, is divided too and not looked at. Raises ValueError if
+    a token is not finite, a norm exceeds b, or b is not positive.
     """
-    return tokens / check_token_norms(tokens, token_bound)
+    return tokens / check_token_norms(tokens, token_bound, mask=mask)
 
 
 def _uniform_on_sphere(

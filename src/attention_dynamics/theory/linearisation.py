@@ -2,7 +2,8 @@ r"""The error of the tangent model, :math:`f - f_{\mathrm{lin}}`: random against
 
 Inside the projection set the error is at most :math:`E_{\mathrm{lin}}/\sqrt m`. A random direction
 does not show this: signs cancel over the heads and leave :math:`1/m`. The worst direction aligns
-the heads and reaches :math:`m^{-1/2}`.
+the heads and reaches :math:`m^{-1/2}`. Tokens may have any norm here; the bound
+:math:`E_{\mathrm{lin}}` asks for :func:`~attention_dynamics.theory.bounds.input_bounds`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@ r"""Transport maps: targets in the RKHS of the tangent kernel, and the multi-anc
 
 A transport map v sends a head :math:`(c, U, W)` to a direction
 :math:`(v_c, v_U, v_W)`; the target is :math:`\tilde f(X; v)`, the expectation of the head's tangent
-along it. Sup-norm bounds of v are the norm :math:`\nu` of the target. Source: arXiv 2601.16514.
+along it. Sup-norm bounds of v are the norm :math:`\nu` of the target. Tokens and anchors may have
+any norm here: what is computed is exact. The bounds of it ask for
+:func:`~attention_dynamics.theory.bounds.input_bounds`. Source: arXiv 2601.16514.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _BLOCK = 2**22  # elements of the largest array (samples x heads x d) held at on
 class TransportNorms:
     r""":math:`(\nu_c, \nu_U, \nu_W)`, the sizes of a transport map, block by block.
 
-    Raises ValueError if one is negative or not finite.
+    Raises ValueError if one is negative or not finite, TypeError if it is no number.
     """
 
     c: float

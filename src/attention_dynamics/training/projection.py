@@ -19,7 +19,7 @@ class Radii:
 
     ``None`` leaves a block free; 0 freezes it at the centre.
 
-    Raises ValueError if a radius is negative, NaN or infinite.
+    Raises ValueError if a radius is negative, NaN or infinite, TypeError if it is no number.
     """
 
     c: float | None

@@ -111,6 +111,8 @@ def test_masked_tokens_are_not_looked_at():
     mask = torch.ones(400, 6, dtype=torch.bool)
     mask[5:7, 1] = False
     assert check_token_norms(tokens, mask=mask) == 1.0
+    halves = rescale_tokens(tokens, 2.0, mask=mask)
+    assert torch.equal(halves[mask], tokens[mask] / 2)
 
 
 def test_no_tokens_are_no_proof_of_a_bound():
