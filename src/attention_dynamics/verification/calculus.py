@@ -14,12 +14,27 @@ def resolve(expression: sp.Expr) -> sp.Expr:
     return _resolve(_rename_bound(expression))
 
 
+def index_symbol(low: sp.Expr, name: str = "t") -> sp.Dummy:
+    """A bound index that starts at ``low``: an integer, positive where its range is.
+
+    Every bound index of a normal form is a ``Dummy``: nothing a statement names can equal it.
+    """
+    if low.is_positive:
+        return sp.Dummy(name, integer=True, positive=True)
+    if low.is_nonnegative:
+        return sp.Dummy(name, integer=True, nonnegative=True)
+    return sp.Dummy(name, integer=True)
+
+
 def _rename_bound(e: sp.Basic) -> sp.Basic:
     if not e.args:
         return e
     e = e.func(*(_rename_bound(argument) for argument in e.args)) if _has_sum(e) else e
     if isinstance(e, sp.Sum | sp.Product):
-        fresh = {limit[0]: sp.Dummy(str(limit[0]), integer=True) for limit in e.limits}
+        fresh: dict[sp.Basic, sp.Dummy] = {}
+        for symbol, *bounds in reversed(e.limits):
+            low = bounds[0].xreplace(fresh) if bounds else sp.S.NegativeInfinity
+            fresh[symbol] = index_symbol(low, str(symbol))
         # Limits are read inside out: a bound of an inner sum may name an outer index.
         return e.func(
             e.function.xreplace(fresh),
@@ -46,6 +61,8 @@ def _resolve(e: sp.Basic) -> Any:
         return result
     if isinstance(e, sp.Subs):
         inner = _resolve(e.expr)
+        if inner.has(sp.Sum, sp.Product) and any(not v.is_Symbol for v in e.variables):
+            return e  # the entry x[1] hides in sum_t x[t], where subs does not find it
         pairs = [(old, _resolve(new)) for old, new in zip(e.variables, e.point, strict=True)]
         return inner.subs(pairs, simultaneous=True)
     return e.func(*(_resolve(argument) for argument in e.args))

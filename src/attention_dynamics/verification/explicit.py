@@ -94,11 +94,11 @@ class Explicit:
 
     def _entry(self, e: sp.Indexed, indices: tuple[Any, ...]) -> sp.Symbol:
         label = e.base.label
-        name = "_".join([str(label), *map(str, indices)])
+        name = f"{label}[{','.join(map(str, indices))}]"  # no symbol and no other array has it
         assumptions = {"real": True} | (
             {"positive": True} if getattr(e.base, "is_positive", None) or label.is_positive else {}
         )
-        symbol = sp.Symbol(f"{name}_", **assumptions)
+        symbol = sp.Symbol(name, **assumptions)
         self._entries[symbol] = e.base[indices]
         return symbol
 

@@ -44,11 +44,19 @@ class Hypotheses:
         """The normal form of what ``e`` equals by hypothesis, or None."""
         if isinstance(e, sp.Symbol):
             return self._form.convert(self._symbols[e]) if e in self._symbols else None
+        found: Polynomial | None = None
         for pattern, value in self._entries:
             bound = match_entry(pattern, e, self._sizes)
-            if bound is not None:
-                return self._form.convert(value.subs(bound, simultaneous=True))
-        return None
+            if bound is None:
+                continue
+            here = self._form.convert(value.subs(bound, simultaneous=True))
+            if found is not None and here != found:
+                raise ValueError(
+                    f"given: two hypotheses give {e} different values; make one of them say which "
+                    "indices it is for"
+                )
+            found = here
+        return found
 
     def replace_factor(self, factor: sp.Expr) -> Polynomial | None:
         """The value of a sum (in normal form) by hypothesis, or None."""

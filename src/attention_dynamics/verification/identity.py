@@ -15,7 +15,7 @@ from attention_dynamics.verification.record import CheckFailed
 from attention_dynamics.verification.typeset import latex
 
 NUMERIC_POINTS = 20
-GUARD_POINTS = 4  # a proof is also evaluated, by code that shares nothing with it
+GUARD_POINTS = 6  # a proof is also evaluated, by code that shares nothing with it
 TWIN_POINTS = 12
 
 
@@ -46,6 +46,11 @@ def prove(label: str, lhs: Any, rhs: Any, wrong: Any, given: dict[Any, Any], met
         raise ValueError(f"{label}: lhs and rhs are structurally equal; this checks nothing")
     if twin in (left, right):
         raise ValueError(f"{label}: wrong is structurally equal to a side; change a sign or factor")
+    for key, value in given.items():
+        if {sp.sympify(key), sp.sympify(value)} == {left, right}:
+            raise ValueError(
+                f"{label}: the statement is its own hypothesis, given: {key} = {value}"
+            )
     pairs = _entries(label, left, right, "rhs")
     twins = _entries(label, left, twin, "wrong")
     if method == "exact":
@@ -67,41 +72,54 @@ def prove(label: str, lhs: Any, rhs: Any, wrong: Any, given: dict[Any, Any], met
             "worst_gap": float(max(gaps)),
         }
     else:
+        detail, restrictions = _exact(label, pairs, given, sizes)
         scope = f"for every {', '.join(sizes)}" if sizes else "exactly"
-        detail = _exact(label, pairs, given)
+        scope += f" with {', '.join(restrictions)}" if restrictions else ""
     detail["sizes"] = sizes
     detail["given"] = [f"{latex(k)} = {latex(sp.sympify(v))}" for k, v in given.items()]
     return Proof(scope, detail, _refute(label, twins, instances))
 
 
 def _exact(
-    label: str, pairs: list[tuple[sp.Expr, sp.Expr]], given: dict[Any, Any]
-) -> dict[str, Any]:
+    label: str,
+    pairs: list[tuple[sp.Expr, sp.Expr]],
+    given: dict[Any, Any],
+    sizes: list[str],
+) -> tuple[dict[str, Any], list[str]]:
+    """What the record keeps, and the restrictions on lengths, such as ``T ≥ 2``."""
     routes: list[str] = []
-    assumptions: list[str] = []
+    assumptions: list[sp.Basic] = []
     for a, b in pairs:
         route, used = _prove_entry(label, a, b, given)
         routes += [route] if route not in routes else []
         assumptions += [u for u in used if u not in assumptions]
-    return {"route": ", ".join(routes), "assumptions": assumptions}
+    restrictions = [
+        str(relation.reversed if relation.lhs.is_number else relation)
+        .replace(">=", "≥")
+        .replace("<=", "≤")
+        for relation in assumptions
+        if {str(symbol) for symbol in relation.free_symbols} <= set(sizes)
+    ]
+    written = [sp.latex(relation) for relation in assumptions]
+    return {"route": ", ".join(routes), "assumptions": written}, restrictions
 
 
 def _prove_entry(
     label: str, a: sp.Expr, b: sp.Expr, given: dict[Any, Any]
-) -> tuple[str, list[str]]:
+) -> tuple[str, list[sp.Basic]]:
     sizes = sizes_of([a, b, *map(sp.sympify, [*given, *given.values()])])
     form = NormalForm(given, sizes)
     difference = _difference(form, a, b)
     if vanishes(form, difference):
-        return "normal form", _shown(form)
+        return "normal form", form.assumptions
     # Hyperbolic and trigonometric identities are identities in exponentials.
     exponential = NormalForm(given, sizes)
     rewritten = _difference(exponential, resolve(a).rewrite(sp.exp), resolve(b).rewrite(sp.exp))
     if vanishes(exponential, rewritten):
-        return "normal form in exponentials", _shown(exponential)
+        return "normal form in exponentials", exponential.assumptions
     route = simplifies_to_zero(poly.to_sympy(difference))
     if route is not None:
-        return route, _shown(form)
+        return route, form.assumptions
     raise CheckFailed(
         f"{label}: could not decide: no proof was found, and no random point tells the sides "
         f'apart. Split the statement, pass given={{...}}, or use method="numeric". Left over: '
@@ -111,10 +129,6 @@ def _prove_entry(
 
 def _difference(form: NormalForm, a: sp.Expr, b: sp.Expr) -> poly.Polynomial:
     return poly.add([form.of(a), poly.scale(form.of(b), sp.S.NegativeOne)])
-
-
-def _shown(form: NormalForm) -> list[str]:
-    return [sp.latex(relation) for relation in form.assumptions]
 
 
 def _refute(label: str, twins: list[tuple[sp.Expr, sp.Expr]], instances: Instances) -> str:
@@ -134,6 +148,9 @@ def _sympified(side: Any) -> Any:
         return sp.ImmutableDenseMatrix(value)
     if not isinstance(value, sp.Expr):
         raise TypeError(f"{side!r} is no SymPy expression or matrix; pass both sides")
+    # Products are taken to commute, and entries to be numbers.
+    if value.is_commutative is False or value.atoms(sp.MatrixSymbol):
+        raise TypeError(f"{side!r} holds factors that do not commute; write its entries out")
     return value
 
 

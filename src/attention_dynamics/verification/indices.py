@@ -1,5 +1,6 @@
 """Bound indices: their ranges, what they connect, and names that do not depend on the author."""
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 import sympy as sp
 
 from attention_dynamics.verification import polynomial as poly
+from attention_dynamics.verification.calculus import index_symbol
 
 ORDERINGS = 5040  # names of interchangeable indices tried before settling for any of them
 
@@ -91,7 +93,11 @@ def named(indices: list[Index], factors: list[tuple[sp.Expr, sp.Rational]]) -> s
         [symbol for symbol in colours if colours[symbol] == colour]
         for colour in sorted(set(colours.values()))
     ]
-    canonical = [sp.Symbol(f"c_{depth}_{k}", integer=True) for k in range(len(indices))]
+    lows = {index.symbol: index.low for index in indices}
+    canonical = [
+        _canonical(depth, k, _sign(lows[symbol]))
+        for k, symbol in enumerate(itertools.chain(*classes))
+    ]
 
     def candidates() -> itertools.product:
         return itertools.product(*(itertools.permutations(members) for members in classes))
@@ -107,13 +113,23 @@ def named(indices: list[Index], factors: list[tuple[sp.Expr, sp.Rational]]) -> s
     return sp.Sum(summand, *_ordered([index.renamed(best) for index in indices]))
 
 
+@functools.cache
+def _canonical(depth: int, place: int, sign: int) -> sp.Dummy:
+    """One name for one place, the same in every normal form of this process."""
+    return index_symbol(sp.Integer(sign), f"c_{depth}_{place}")
+
+
+def _sign(low: sp.Expr) -> int:
+    return 1 if low.is_positive else 0 if low.is_nonnegative else -1
+
+
 def _bound_names(factor: sp.Expr) -> set[sp.Symbol]:
     """Canonical names bound inside a factor, by an inner sum."""
     return {
         limit[0]
         for inner in factor.atoms(sp.Sum)
         for limit in inner.limits
-        if limit[0].name.startswith("c_")
+        if limit[0].name.startswith("c_") and isinstance(limit[0], sp.Dummy)
     }
 
 

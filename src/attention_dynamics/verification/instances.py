@@ -20,6 +20,7 @@ DIGITS = 40
 WORKING_DIGITS = 60
 AGREEMENT = mpmath.mpf(10) ** -DIGITS
 SIZES = ((3, 2, 4, 3, 2), (2, 3, 3, 4, 3))
+SCALES = (1, 1, 1, 3)  # some values beyond pi, where branches of complex functions change
 ATTEMPTS = 20
 DEPTH = 8  # hypotheses whose values name other hypotheses, at most this deep
 
@@ -52,6 +53,7 @@ class Instances:
         self._given = {sp.sympify(key): sp.sympify(value) for key, value in given.items()}
         self._explicit: dict[Any, Explicit] = {}
         self._cache: dict[Any, _Compiled] = {}
+        self._scales: tuple[int, ...] = SCALES
 
     def points(self, left: sp.Expr, right: sp.Expr, count: int) -> Iterator[Point]:
         """``count`` points, over two sets of lengths and changing index values.
@@ -59,6 +61,8 @@ class Instances:
         Raises ``ValueError`` when no point satisfies the hypotheses or has finite sides.
         """
         everything = [left, right, *self._given, *self._given.values()]
+        # Quadrature over an infinite range loses digits where the integrand is narrow.
+        self._scales = (1,) if left.has(sp.Integral) or right.has(sp.Integral) else SCALES
         sizes = sizes_of(everything)
         stated = left.free_symbols | right.free_symbols
         # An index that occurs in hypotheses only is theirs, and takes every value there.
@@ -67,7 +71,8 @@ class Instances:
         for number in range(count):
             values = settings[number % len(settings)]
             compiled = self._compiled(values, frozenset(sizes), left, right)
-            yield self._point(compiled)
+            # Where signs are free, one point has all of them positive and one all negative.
+            yield self._point(compiled, (1,) if number == 0 else (-1,) if number == 1 else (-1, 1))
 
     def _settings(
         self, sizes: list[sp.Symbol], indices: Mapping[sp.Symbol, tuple[sp.Expr, sp.Expr]]
@@ -83,7 +88,7 @@ class Instances:
                     first, last = int(low.subs(values)), int(high.subs(values))
                     value = {
                         "equal": first,
-                        "distinct": min(first + place, last),
+                        "distinct": first + (place + 1) % max(last - first + 1, 1),
                         "random": self._random.randint(first, max(first, last)),
                     }[choice]
                     values[symbol] = sp.Integer(value)
@@ -127,10 +132,13 @@ class Instances:
         evaluate = sp.lambdify(symbols, sides, modules="mpmath", cse=shared)
         return _Compiled(explicit, symbols, [c for c in constraints if c != 0], evaluate)
 
-    def _point(self, compiled: "_Compiled") -> Point:
-        for _ in range(ATTEMPTS):
+    def _point(self, compiled: "_Compiled", signs: tuple[int, ...]) -> Point:
+        for attempt in range(ATTEMPTS):
             with mpmath.workdps(WORKING_DIGITS):
-                values = {s: _to_mp(self._value(s)) for s in compiled.symbols}
+                exact = {
+                    s: self._value(s, signs if attempt == 0 else (-1, 1)) for s in compiled.symbols
+                }
+                values = {s: _to_mp(value) for s, value in exact.items()}
                 if not self._solve(compiled.constraints, compiled.symbols, values):
                     continue
                 try:
@@ -139,7 +147,10 @@ class Instances:
                     continue
                 if not (mpmath.isfinite(a) and mpmath.isfinite(b)):
                     continue
-                gap = abs(a - b) / (1 + max(abs(a), abs(b)))
+                size = max(abs(a), abs(b))
+                gap = abs(a - b) / (1 + size)
+                if 0 < size < AGREEMENT * 2 and not compiled.constraints:
+                    gap = _gap_of_small(compiled, exact)
                 return Point(gap, a, b, compiled.explicit.describe(values))
         raise ValueError(
             "no random point satisfies the hypotheses with finite sides: give assumptions "
@@ -173,15 +184,18 @@ class Instances:
             values[symbol] = value
         return True
 
-    def _value(self, symbol: sp.Symbol) -> sp.Rational:
+    def _value(self, symbol: sp.Symbol, signs: tuple[int, ...]) -> sp.Rational:
+        """A random value that the symbol's assumptions admit; a sign is one of ``signs``."""
         if symbol.is_integer:
-            return sp.Integer(self._random.randint(1, 5))
-        size = sp.Rational(self._random.randint(3, 40), self._random.randint(17, 23))
-        if symbol.is_positive or symbol.is_nonnegative:
+            size = sp.Integer(self._random.randint(1, 5))
+        else:
+            size = sp.Rational(self._random.randint(3, 40), self._random.randint(17, 23))
+            size *= self._random.choice(self._scales)
+        if symbol.is_extended_nonnegative:
             return size
-        if symbol.is_negative or symbol.is_nonpositive:
+        if symbol.is_extended_nonpositive:
             return -size
-        return size * self._random.choice((-1, 1))
+        return size * self._random.choice(signs)
 
 
 @dataclass(frozen=True)
@@ -192,6 +206,16 @@ class _Compiled:
     symbols: list[sp.Symbol]
     constraints: list[sp.Expr]
     evaluate: Callable[..., Any]
+
+
+def _gap_of_small(compiled: _Compiled, exact: Mapping[sp.Symbol, sp.Rational]) -> Any:
+    """Relative gap of sides too small for the working precision: cancellation, or tiny numbers."""
+    with mpmath.workdps(6 * WORKING_DIGITS):
+        a, b = compiled.evaluate(*map(_to_mp, exact.values()))
+        size = max(abs(a), abs(b))
+        if size < mpmath.mpf(10) ** (-5 * WORKING_DIGITS):
+            return mpmath.mpf(0)
+        return abs(a - b) / size
 
 
 def _to_mp(value: sp.Rational) -> Any:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import sympy as sp
-from sympy.core.function import AppliedUndef
 
 from attention_dynamics.verification import polynomial as poly
 from attention_dynamics.verification.calculus import resolve
@@ -43,10 +42,18 @@ class NormalForm:
         """The normal form of ``expression``: equal normal forms prove equal expressions."""
         return self.collapse_deltas(self.convert(resolve(expression)))
 
-    def assume(self, relation: sp.Basic) -> None:
-        """Note an assumption once."""
-        if relation is not sp.S.true and relation not in self.assumptions:
-            self.assumptions.append(relation)
+    def assume(self, *relations: sp.Basic) -> bool:
+        """Whether the relations hold or may be assumed; those assumed are noted, each once.
+
+        A relation that is false, or says something of a bound index, is no assumption on the
+        statement: it would hold for some terms of a sum only.
+        """
+        open_relations = [relation for relation in relations if relation is not sp.S.true]
+        for relation in open_relations:
+            if relation is sp.S.false or relation.atoms(sp.Dummy):
+                return False
+        self.assumptions += [r for r in open_relations if r not in self.assumptions]
+        return True
 
     def multiply(self, left: Polynomial, right: Polynomial) -> Polynomial:
         """``p q`` in normal form."""
@@ -122,16 +129,18 @@ class NormalForm:
         canonical = poly.to_sympy(inner)
         if isinstance(exponent, sp.Rational):
             whole = sp.floor(exponent)
-            factor = sp.Pow(canonical, exponent - whole)
-            if not (isinstance(factor, sp.Pow) and factor.base == canonical):
-                # SymPy split it, as sqrt(12) = 2 sqrt(3): take its parts.
-                root = self.convert(factor) if factor.func is not sp.Pow else None
-                if root is None:
-                    root = poly.atom(factor.base, factor.exp)
-            else:
-                root = poly.atom(canonical, exponent - whole)
-            return self.multiply(root, self._power(base, whole))
+            return self.multiply(self._root(canonical, exponent - whole), self._power(base, whole))
         return self._symbolic_power(canonical, inner, exponent)
+
+    def _root(self, base: sp.Expr, exponent: sp.Rational) -> Polynomial:
+        """``b**q`` for 0 <= q < 1 and a base in normal form."""
+        factor = sp.Pow(base, exponent)
+        if not (isinstance(factor, sp.Pow) and factor.base == base):
+            return self.convert(factor)  # SymPy split it, as sqrt(12) = 2 sqrt(3)
+        if isinstance(base, sp.Pow | sp.exp):
+            # The exponent of such a factor would multiply its own, and sqrt(a^2) is not a.
+            return poly.atom(factor)
+        return poly.atom(base, exponent)
 
     def _symbolic_power(self, base: sp.Expr, inner: Polynomial, exponent: sp.Expr) -> Polynomial:
         """``b**(n + 2 m) = (b**n) (b**m)**2``; whole parts of the exponent become powers of b."""
@@ -196,8 +205,3 @@ class NormalForm:
                 result = self.multiply(result, self.convert(replaced))
             return result
         return None
-
-
-def undefined_functions(expression: sp.Basic) -> set[Any]:
-    """The undefined functions of an expression, such as the activation ``sigma``."""
-    return {applied.func for applied in expression.atoms(AppliedUndef)}

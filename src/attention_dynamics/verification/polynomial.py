@@ -89,6 +89,15 @@ def is_composite(factor: sp.Expr) -> bool:
     return isinstance(factor, sp.Add | sp.Mul | sp.Rational)
 
 
+def is_nested_root(factor: sp.Expr) -> bool:
+    """Whether the factor is ``(b**m)**q`` or ``exp(m)**q``, which is not ``b**(m q)``."""
+    return (
+        isinstance(factor, sp.Pow)
+        and isinstance(factor.base, sp.Pow | sp.exp)
+        and isinstance(factor.exp, sp.Rational)
+    )
+
+
 def _merge(
     left: Monomial, right: Monomial, coefficient: sp.Rational, open_factor: Callable
 ) -> Polynomial:
@@ -108,6 +117,11 @@ def _merge(
             whole = sp.floor(total)
             opened.append(power(open_factor(factor), int(whole), open_factor))
             total -= whole
+        elif is_nested_root(factor):
+            whole = sp.floor(total * factor.exp)
+            if whole != 0:
+                opened.append(open_factor(factor.base**whole))
+                total -= whole / factor.exp
         if total != 0:
             exponents[factor] = total
     result: Polynomial = {frozenset(exponents.items()): coefficient}

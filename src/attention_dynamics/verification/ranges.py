@@ -23,7 +23,7 @@ def free_indices(
     """``{k: (1, T)}``: free symbols in index position, with the range their neighbours have.
 
     The range is that of a bound index in the same slot of the same array; without one the index
-    takes the values 1 and 2.
+    takes the values 1, 2 and 3.
     """
     expressions = list(expressions)
     slots: dict[tuple[sp.Basic, int], tuple[sp.Expr, sp.Expr]] = {}
@@ -60,5 +60,5 @@ def free_indices(
             continue
         partners = [other for pair in deltas if symbol in pair for other in pair]
         near = [known[other] for other in [symbol, *partners] if other in known]
-        result[symbol] = near[0] if near else (sp.S.One, sp.Integer(2))
+        result[symbol] = near[0] if near else (sp.S.One, sp.Integer(3))
     return result

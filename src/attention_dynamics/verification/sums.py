@@ -6,6 +6,7 @@ import sympy as sp
 from sympy.core.function import AppliedUndef
 
 from attention_dynamics.verification import polynomial as poly
+from attention_dynamics.verification.calculus import index_symbol
 from attention_dynamics.verification.indices import Index, connected, mentions, named, touches
 from attention_dynamics.verification.polynomial import Monomial, Polynomial
 
@@ -89,7 +90,9 @@ class SumNormaliser:
                 factors.append((factor, exponent))
                 continue
             for _ in range(int(exponent)):
-                names = {limit[0]: sp.Dummy(integer=True) for limit in factor.limits}
+                names: dict[sp.Basic, sp.Basic] = {}
+                for symbol, low, _ in reversed(factor.limits):
+                    names[symbol] = index_symbol(low.xreplace(names))
                 # Canonical sums hold their outermost index last.
                 indices += [
                     Index(*(part.xreplace(names) for part in limit))
@@ -121,11 +124,10 @@ class SumNormaliser:
                 if other is not None:
                     if (other.low, other.high) != (index.low, index.high):
                         continue
-                elif touches(kept, indices):
+                elif touches(kept, indices) or not self._form.assume(
+                    sp.Le(index.low, kept), sp.Le(kept, index.high)
+                ):
                     continue
-                else:
-                    self._form.assume(sp.Le(index.low, kept))
-                    self._form.assume(sp.Le(kept, index.high))
                 remaining = [pair for pair in factors if pair[0] != delta]
                 summand = self._substituted(remaining, gone, kept)
                 return self.over([o for o in indices if o is not index], summand)
@@ -141,8 +143,10 @@ class SumNormaliser:
                 mentions(other, index.symbol) for other in others
             ):
                 continue
-            count = self._form.convert(index.high - index.low + 1)
-            summand = self._form.multiply({frozenset(factors): sp.S.One}, count)
+            count = self._form.canonical(index.high - index.low + 1)
+            if not self._nonnegative(count, others):
+                continue
+            summand = self._form.multiply({frozenset(factors): sp.S.One}, self._form.convert(count))
             return self.over(others, summand) if others else summand
         closed = self._closed_form(indices, factors)
         if closed is not None:
@@ -153,6 +157,24 @@ class SumNormaliser:
         factor = named(indices, factors)
         replaced = self._form.hypotheses.replace_factor(factor)
         return poly.atom(factor) if replaced is None else replaced
+
+    def _nonnegative(self, count: sp.Expr, indices: list[Index]) -> bool:
+        """Whether a number of terms is no less than 0, for all values of ``indices``.
+
+        SymPy gives a sum from ``low`` to ``low - 3`` the value of two terms with a minus sign;
+        readers, and the numeric witness, take it to be empty.
+        """
+        for index in indices:
+            if index.symbol not in count.free_symbols:
+                continue
+            slope = sp.diff(count, index.symbol)
+            if index.symbol in slope.free_symbols:
+                return False
+            rest = [other for other in indices if other is not index]
+            ends = (count.subs(index.symbol, end) for end in (index.low, index.high))
+            return all(self._nonnegative(end.expand(), rest) for end in ends)
+        constant, terms = count.as_coeff_Add()
+        return self._form.assume(sp.Ge(terms, -constant))
 
     def _standard_range(
         self, indices: list[Index], factors: list[tuple[sp.Expr, sp.Rational]]
@@ -166,9 +188,11 @@ class SumNormaliser:
             symbol = index.symbol
             offset = _least_offset(symbol, factors)
             if offset != 0:
-                moved = [o.renamed({symbol: symbol - offset}) for o in indices if o is not index]
-                moved.append(Index(symbol, index.low + offset, index.high + offset))
-                return self.over(moved, self._substituted(factors, symbol, symbol - offset))
+                shifted = index_symbol(index.low + offset)
+                place = shifted - offset
+                moved = [o.renamed({symbol: place}) for o in indices if o is not index]
+                moved.append(Index(shifted, index.low + offset, index.high + offset))
+                return self.over(moved, self._substituted(factors, symbol, place))
             constant, length = index.high.as_coeff_Add()
             if not isinstance(index.low, sp.Integer) or not isinstance(constant, sp.Integer):
                 continue
@@ -179,6 +203,9 @@ class SumNormaliser:
             if not ends or len(ends) > EXPLICIT_TERMS:
                 continue
             others = [other for other in indices if other is not index]
+            counts = (index.high - index.low + 1, length)
+            if not all(self._nonnegative(count, others) for count in counts):
+                continue
             whole = [*others, Index(symbol, sp.S.One, length)]
             terms = [self.over(whole, self._substituted(factors, symbol, symbol))]
             for value, sign in ends:
@@ -210,13 +237,15 @@ class SumNormaliser:
         summand = sp.Mul(*(poly.factor_power(f, e) for f, e in factors)).subs(index.symbol, name)
         if not summand.is_polynomial(name) and not summand.has(sp.Pow, sp.exp):
             return None
+        if not self._nonnegative(index.high - index.low + 1, []):
+            return None
         value = sp.summation(summand, (name, index.low, index.high))
         if isinstance(value, sp.Piecewise):
             *special, (generic, condition) = value.args
             if condition is not sp.S.true:
                 return None
-            for _, excluded in special:
-                self._form.assume(sp.Not(excluded))
+            if not self._form.assume(*(sp.Not(excluded) for _, excluded in special)):
+                return None
             value = generic
         if value.has(sp.Sum, sp.Piecewise, sp.zeta, sp.lerchphi, sp.harmonic):
             return None
