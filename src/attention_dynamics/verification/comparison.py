@@ -1,7 +1,7 @@
 """Blockwise comparison of float64 values, strict about what it is given."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,14 @@ LARGEST = 1e300  # stands for infinity in a record, which JSON cannot hold
 
 @dataclass(frozen=True)
 class Comparison:
-    """``excess = max |a - e| / (atol + rtol |e|)``, where it happened and over how many entries."""
+    """``excess = max |a - e| / (atol + rtol |e|)``, where it happened and over how many entries.
+
+    ``relative`` is the largest relative error: of an entry, or, where ``atol`` excuses small
+    entries, of a block by its largest entry.
+    """
 
     excess: float
+    relative: float
     entries: int
     block: str
     index: tuple[int, ...]
@@ -24,7 +29,7 @@ class Comparison:
     expected: float
 
 
-def blocks(value: Any, name: str, dtype: str) -> Iterator[tuple[str, NDArray[np.float64]]]:
+def blocks(value: Any, name: str, dtype: str) -> Iterator[tuple[str, NDArray]]:
     """``value -> (block name, array)``: tensors, arrays, numbers, tuples and mappings of them.
 
     ``value`` may be a callable without arguments. Raises ``TypeError`` for a floating type other
@@ -33,7 +38,7 @@ def blocks(value: Any, name: str, dtype: str) -> Iterator[tuple[str, NDArray[np.
     if callable(value) and not hasattr(value, "shape"):
         value = value()
     if isinstance(value, dict):
-        for key in value:
+        for key in sorted(value, key=str):
             yield from blocks(value[key], f"{name}[{key!r}]", dtype)
     elif isinstance(value, list | tuple) and not _is_numbers(value):
         fields = getattr(value, "_fields", None) or range(len(value))
@@ -60,8 +65,11 @@ def compare(
             "structure on both sides"
         )
     worst: Comparison | None = None
-    entries = 0
+    entries, relative = 0, 0.0
     for (name, a), (other, e) in zip(left, right, strict=True):
+        key = name.removeprefix("actual")
+        if "[" in key and key != other.removeprefix(expected_name):
+            raise ValueError(f"{name} stands against {other}: use the same keys on both sides")
         if a.shape != e.shape:
             raise ValueError(
                 f"{name} has shape {a.shape} and {other} has shape {e.shape}: shapes must be "
@@ -69,35 +77,40 @@ def compare(
             )
         if np.shares_memory(a, e):
             raise ValueError(f"{name} and {other} share their memory: this compares x with x")
+        # Converted only now: a converted copy shares no memory with anything.
+        a, e = a.astype(np.float64, copy=False), e.astype(np.float64, copy=False)
         entries += a.size
         gap, allowed = np.abs(a - e), atol + rtol * np.abs(e)
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(gap == 0, 0.0, np.minimum(gap / allowed, LARGEST))
         index = tuple(int(i) for i in np.unravel_index(np.argmax(ratio), ratio.shape))
+        if atol == 0:
+            relative = max(relative, float(ratio[index]) * rtol)
+        else:
+            relative = max(relative, float(gap.max() / (np.abs(e).max() or 1.0)))
         if worst is None or ratio[index] > worst.excess:
             worst = Comparison(
-                float(ratio[index]), 0, name, index, float(a[index]), float(e[index])
+                float(ratio[index]), 0.0, 0, name, index, float(a[index]), float(e[index])
             )
     assert worst is not None
-    return Comparison(worst.excess, entries, worst.block, worst.index, worst.actual, worst.expected)
+    return replace(worst, relative=relative, entries=entries)
 
 
 def as_array(value: Any, name: str) -> NDArray[np.float64]:
     """``value -> array`` of finite float64 numbers; raises as :func:`blocks` does."""
-    return _array(value() if callable(value) else value, name, "float64")
+    array = _array(value() if callable(value) else value, name, "float64")
+    return array.astype(np.float64, copy=False)
 
 
 def _is_numbers(value: Any) -> bool:
     return len(value) > 0 and all(isinstance(entry, int | float) for entry in value)
 
 
-def _array(value: Any, name: str, dtype: str) -> NDArray[np.float64]:
+def _array(value: Any, name: str, dtype: str) -> NDArray:
     if hasattr(value, "detach"):
         value = value.detach().cpu().resolve_conj().resolve_neg().numpy()
     array = np.asarray(value)
-    if array.dtype.kind in "iub":
-        array = array.astype(np.float64)
-    if array.dtype.name not in ("float64", dtype):
+    if array.dtype.kind not in "iub" and array.dtype.name not in ("float64", dtype):
         raise TypeError(
             f"{name} has dtype {array.dtype.name}: checks compare {dtype}. Compute it in "
             f'{dtype}, or pass dtype="{array.dtype.name}" and the tolerance it deserves'
@@ -107,4 +120,4 @@ def _array(value: Any, name: str, dtype: str) -> NDArray[np.float64]:
     if not np.isfinite(array).all():
         where = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
         raise CheckFailed(f"{name}{list(where)} = {array[where]} is not finite")
-    return array if array.dtype == np.float64 else array.astype(np.float64)
+    return array

@@ -12,6 +12,8 @@ from attention_dynamics.verification.record import CheckFailed
 
 PRECISION = 128  # bits; balls of far-from-degenerate boxes dominate the rounding anyway
 MAXIMAL_BOXES = 200_000
+HALVINGS = 80  # a box this small that is still undecided holds a pole
+LARGEST_TOLERANCE = 1e-3  # beyond it another bound is certified than the one that is stated
 
 
 @dataclass(frozen=True)
@@ -21,11 +23,6 @@ class Enclosure:
     statement: str
     detail: dict[str, Any]
     refutation: str
-
-
-def expression_of(function: Any) -> sp.Expr | None:
-    """The SymPy expression to typeset, or None for a plain callable."""
-    return function if isinstance(function, sp.Expr) else None
 
 
 def enclose(
@@ -38,6 +35,8 @@ def enclose(
     """
     import flint
 
+    if not 0 < tolerance <= LARGEST_TOLERANCE:
+        raise ValueError(f"{label}: tolerance={tolerance} must lie in (0, {LARGEST_TOLERANCE}]")
     previous, flint.ctx.prec = flint.ctx.prec, PRECISION
     try:
         evaluate, variable = _evaluator(label, function)
@@ -84,6 +83,12 @@ def _maximise(
 
     def box(a: Any, b: Any) -> tuple[float, int, Any, Any, Any]:
         value = evaluate(a.union(b))
+        end = evaluate(b)
+        if value.is_finite() and end.is_finite() and not value.overlaps(end):
+            raise CheckFailed(
+                f"{label}: over [{a}, {b}] the function gives {value}, and {end} at the end: it is "
+                "no interval extension; compute with the ball it is given, not with its midpoint"
+            )
         top = value.upper() if value.is_finite() else flint.arb("+inf")
         return -float(top) if top.is_finite() else float("-inf"), next(counter), a, b, top
 
@@ -91,6 +96,7 @@ def _maximise(
     heap = [box(low, high)]
     boxes = 1
     done = flint.arb("-inf")
+    narrowest = (high - low) * flint.arb(2) ** -HALVINGS
     while heap:
         _, _, a, b, top = heapq.heappop(heap)
         middle = ((a + b) / 2).mid()
@@ -106,7 +112,7 @@ def _maximise(
         if top < target and (best.lower() > twin or top < twin):
             done = done.max(top)
             continue
-        if boxes > MAXIMAL_BOXES or not a < middle < b:
+        if boxes > MAXIMAL_BOXES or not a < middle < b or b - a < narrowest:
             raise CheckFailed(
                 f"{label}: undecided after {boxes} boxes: near x = {float(middle):.12g} the upper "
                 "bound stays above the target; write the function with fewer repeated variables"

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from attention_dynamics.verification.comparison import Comparison, as_array, compare
 from attention_dynamics.verification.outcome import caller, finish, relation_of, require_label
 from attention_dynamics.verification.record import CheckFailed, CheckRecord, show_interval
 from attention_dynamics.verification.source import call_arguments
 
+LARGEST_RTOL = 1e-2  # two values that agree worse than this do not agree
 TWIN_FACTOR = 1000.0  # a wrong twin of a float comparison misses by more than this many tolerances
 ROUNDING = 1e-12  # how far a sharp bound, reached exactly, may be passed by rounding
 
@@ -41,19 +43,22 @@ def close(
     require_label(label)
     if actual is expected or wrong is expected or wrong is actual:
         raise ValueError(f"{label}: two of actual, expected and wrong are the same object")
-    if not rtol > 0 or not atol >= 0:
-        raise ValueError(f"{label}: rtol={rtol} must be positive and atol={atol} not negative")
+    if not 0 < rtol <= LARGEST_RTOL or not atol >= 0:
+        raise ValueError(
+            f"{label}: rtol={rtol} must lie in (0, {LARGEST_RTOL}], atol={atol} in [0, oo); "
+            "check.band is for what agrees roughly"
+        )
     arguments = call_arguments(caller(), label)
     tolerances: dict[str, Any] = {"rtol": rtol, "atol": atol, "dtype": str(dtype).split(".")[-1]}
     result = compare(actual, expected, **tolerances, expected_name="expected")
     if not result.excess <= 1:
-        raise CheckFailed(f"{label}: {_describe(result, rtol)}; allowed rtol={rtol}, atol={atol}")
+        raise CheckFailed(f"{label}: {_describe(result)}; allowed rtol={rtol}, atol={atol}")
     twin = compare(actual, wrong, **tolerances, expected_name="wrong")
     if not twin.excess > TWIN_FACTOR:
         raise CheckFailed(
             f"{label}: the wrong twin misses by only {twin.excess:.3g} tolerances (more than "
             f"{TWIN_FACTOR:.0f} needed), so the check cannot tell right from wrong here; "
-            f"{_describe(twin, rtol)}"
+            f"{_describe(twin)}"
         )
     return finish(
         label,
@@ -64,7 +69,7 @@ def close(
         notation="code",
         scope=f"{result.entries} entries",
         detail={
-            "worst_relative_error": result.excess * rtol,
+            "worst_relative_error": result.relative,
             "worst_block": result.block,
             "entries": result.entries,
             **tolerances,
@@ -100,10 +105,14 @@ def bound(
     require_label(label)
     if observed is bound or wrong is bound or wrong is observed:
         raise ValueError(f"{label}: two of observed, bound and wrong are the same object")
+    if at_least is not None and not 0 < at_least <= 1:
+        raise ValueError(f"{label}: at_least={at_least} must be a ratio in (0, 1]")
     arguments = call_arguments(caller(), label)
-    values = as_array(observed, "observed")
-    limit = np.broadcast_to(as_array(bound, "bound"), values.shape)
-    twin = np.broadcast_to(as_array(wrong, "wrong"), values.shape)
+    values, given = as_array(observed, "observed"), as_array(bound, "bound")
+    if np.shares_memory(values, given):
+        raise ValueError(f"{label}: observed and bound share their memory")
+    limit = _spread(label, "bound", given, values.shape)
+    twin = _spread(label, "wrong", as_array(wrong, "wrong"), values.shape)
     if not (limit > 0).all():
         raise ValueError(f"{label}: bound={limit.min()} must be positive for a ratio to exist")
     if not ((twin < limit) & (twin > 0)).all():
@@ -171,7 +180,7 @@ def band(
     """
     require_label(label)
     arguments = call_arguments(caller(), label)
-    value, low, high = float(estimate), float(interval[0]), float(interval[1])
+    value, (low, high) = float(estimate), map(float, interval)
     if not low <= value <= high or not np.isfinite([low, high]).all():
         raise ValueError(
             f"{label}: estimate={value} must lie in a finite interval={(low, high)}; pass "
@@ -216,19 +225,31 @@ def band(
     )
 
 
-def _describe(result: Comparison, rtol: float) -> str:
+def _describe(result: Comparison) -> str:
     where = f"{result.block}{list(result.index)}" if result.index else result.block
     return (
         f"{where} = {result.actual!r} against {result.expected!r}, relative error "
-        f"{result.excess * rtol:.3g}"
+        f"{abs(result.actual - result.expected) / (abs(result.expected) or 1.0):.3g}"
     )
 
 
 def _band_ends(label: str, name: str, ends: Band) -> Band:
     low, high = (None if end is None else float(end) for end in ends)
-    if (low is None and high is None) or (low is not None and high is not None and low >= high):
-        raise ValueError(f"{label}: {name}={ends} needs low < high, one end may be None")
+    stated = [end for end in (low, high) if end is not None]
+    # Nothing lies in a band with an end that is no number: it would refute any twin.
+    if not stated or not np.isfinite(stated).all() or (len(stated) == 2 and stated[0] >= stated[1]):
+        raise ValueError(f"{label}: {name}={ends} needs finite low < high, one end may be None")
     return low, high
+
+
+def _spread(label: str, name: str, values: NDArray, shape: tuple[int, ...]) -> NDArray:
+    try:
+        return np.broadcast_to(values, shape)
+    except ValueError:
+        raise ValueError(
+            f"{label}: {name} has shape {values.shape} and observed has shape {shape}; pass one "
+            f"{name}, or one an observation"
+        ) from None
 
 
 def _inside(low: float, high: float, band: Band) -> bool:

@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from attention_dynamics.verification.enclosure import enclose, expression_of
+import sympy as sp
+
+from attention_dynamics.verification.enclosure import enclose
 from attention_dynamics.verification.identity import prove, statement_of
 from attention_dynamics.verification.outcome import caller, finish, require_label
 from attention_dynamics.verification.record import CheckRecord
@@ -69,10 +71,12 @@ def enclosure(
     """
     require_label(label)
     arguments = call_arguments(caller(), label)
-    expression = expression_of(function)
+    expression = function if isinstance(function, sp.Expr) else None
     result = enclose(label, function, interval, bound, wrong, tolerance)
     if expression is None:
-        statement = f"sup {arguments.get(1, 'f')} over {interval} ≤ {arguments.get(3, bound)}"
+        statement = (
+            f"sup {arguments.get(1, 'f')} over {interval} ≤ {arguments.get(3, bound)} + {tolerance}"
+        )
     else:
         statement = result.statement
     return finish(

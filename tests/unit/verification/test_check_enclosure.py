@@ -67,3 +67,48 @@ def test_the_precision_of_the_session_is_left_alone():
     before = flint.ctx.prec
     check.enclosure("eq-a", z * (1 - z), (0, 1), sp.Rational(1, 4), wrong=0.24)
     assert flint.ctx.prec == before
+
+
+@pytest.mark.parametrize(
+    ("function", "interval"),
+    [
+        (1 / (z - sp.Rational(1, 2)), (0, 1)),  # at the first midpoint
+        (1 / z, (0, 1)),  # at an end
+        (1 / (z - sp.Rational(1, 3)) ** 2, (0, 1)),  # at no end of a box
+        (-1 / z, (-1, 1)),
+        (sp.log(z), (-1, 1)),
+        (sp.sqrt(z), (-1, 1)),
+        (sp.sin(z) / z, (-1, 1)),  # removable, but not by balls
+    ],
+)
+def test_no_pole_and_no_end_of_a_domain_is_certified_away(function, interval):
+    with pytest.raises(CheckFailed, match=r"undecided|passed"):
+        check.enclosure("eq-a", function, interval, 10, wrong=-10)
+
+
+@pytest.mark.parametrize(
+    "function", [sp.tanh(z) - sp.exp(-((z - 700) ** 2)) / 2, sp.exp(-((z - 777) ** 2))]
+)
+def test_a_spike_in_a_wide_interval_is_found(function):
+    check.enclosure("eq-a", function, (0, 1000), 1, wrong=0.999, tolerance=1e-4)
+    with pytest.raises(CheckFailed, match="the bound is passed"):
+        check.enclosure("eq-a", function, (0, 1000), 0.99, wrong=0.5, tolerance=1e-4)
+
+
+def test_a_callable_that_looks_at_the_midpoint_is_no_interval_extension():
+    with pytest.raises(CheckFailed, match="no interval extension"):
+        check.enclosure(
+            "eq-a", lambda ball: flint.arb(float(ball) ** 2), (0, 1), sp.Rational(1, 2), wrong=0.1
+        )
+
+
+@pytest.mark.parametrize("tolerance", [0.0, -1.0, 0.5, float("inf"), float("nan")])
+def test_a_tolerance_does_not_stand_in_for_the_bound(tolerance):
+    with pytest.raises(ValueError, match="tolerance"):
+        check.enclosure("eq-a", z * (1 - z), (0, 1), 0.1, wrong=0.05, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("interval", [(1, 0), (0, 0), (float("nan"), 1), (0, float("inf"))])
+def test_an_interval_has_two_ends(interval):
+    with pytest.raises(ValueError, match=r"finite|interval"):
+        check.enclosure("eq-a", z * (1 - z), interval, 1, wrong=0.1)

@@ -184,3 +184,111 @@ def test_a_missed_band_is_amber_and_says_why():
 def test_an_estimate_lies_in_its_finite_interval(interval):
     with pytest.raises(ValueError, match="must lie in a finite interval"):
         check.band("obs-a", -0.5, interval, (-0.6, -0.4), wrong=(0.0, 1.0))
+
+
+# What must not pass ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_close_sees_shared_memory_whatever_the_type(dtype):
+    values = torch.ones(3, dtype=dtype)
+    with pytest.raises(ValueError, match="share their memory"):
+        check.close(
+            "eq-a", values, values.view(3), wrong=torch.full((3,), 7.0), dtype="float32", rtol=1e-5
+        )
+
+
+def test_close_pairs_the_blocks_of_mappings_by_their_keys():
+    actual = {"c": VALUES, "U": 2 * VALUES}
+    turned = {"U": 2 * VALUES, "c": VALUES.clone()}
+    check.close("eq-a", actual, turned, wrong={"U": VALUES, "c": VALUES.clone()})
+    with pytest.raises(ValueError, match="use the same keys on both sides"):
+        check.close("eq-a", actual, {"c": VALUES.clone(), "W": 2 * VALUES}, wrong=turned)
+
+
+def test_close_does_not_hide_an_error_behind_its_absolute_tolerance():
+    record = check.close("eq-a", VALUES + 1e-4, VALUES, wrong=-VALUES, atol=1e-3)
+    assert record.detail["worst_relative_error"] == pytest.approx(1e-4 / 3)
+    tiny = check.close("eq-a", tensor(1.0, 1e-17), tensor(1.0, 0.0), wrong=-VALUES[:2], atol=1e-14)
+    assert tiny.detail["worst_relative_error"] == pytest.approx(1e-17)
+
+
+@pytest.mark.parametrize(
+    ("rtol", "atol"),
+    [(0.5, 0.0), (float("inf"), 0.0), (float("nan"), 0.0), (-1.0, 0.0), (1e-9, float("nan"))],
+)
+def test_close_wants_tolerances_that_are_tolerances(rtol, atol):
+    with pytest.raises(ValueError, match="rtol="):
+        check.close("eq-a", VALUES * 1.4, VALUES, wrong=-1e9 * VALUES, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", ["observed", "bound", "wrong"])
+def test_bound_takes_finite_numbers_only(place, bad):
+    sides = {"observed": [0.5, 0.9], "bound": [1.0, 1.0], "wrong": [0.8, 0.8]}
+    sides[place] = [sides[place][0], bad]
+    with pytest.raises(CheckFailed, match="is not finite"):
+        check.bound("lem-a", sides["observed"], sides["bound"], wrong=sides["wrong"])
+
+
+@pytest.mark.parametrize(
+    ("observed", "bound", "wrong", "match"),
+    [
+        ([], 1.0, 0.5, "is empty"),
+        ([0.9], -1.0, -2.0, "must be positive"),
+        ([0.9], 0.0, -1.0, "must be positive"),
+        ([0.9], 1.0, -1.0, "smaller than bound"),
+        ([0.9], 1.0, 1.5, "smaller than bound"),
+        ([0.9, 0.8], [1.0, 1.0, 1.0], 0.5, r"bound has shape \(3,\) and observed has shape \(2,\)"),
+        ([0.9, 0.8], 1.0, [0.5, 0.5, 0.5], "wrong has shape"),
+    ],
+)
+def test_bound_wants_bounds_that_bound(observed, bound, wrong, match):
+    with pytest.raises(ValueError, match=match):
+        check.bound("lem-a", observed, bound, wrong=wrong)
+
+
+def test_bound_is_not_its_own_witness():
+    with pytest.raises(ValueError, match="share their memory"):
+        check.bound("lem-a", VALUES[::2], VALUES[::2], wrong=0.5)
+
+
+@pytest.mark.parametrize("at_least", [float("nan"), 0.0, -1.0, 1.5])
+def test_bound_promises_a_ratio(at_least):
+    with pytest.raises(ValueError, match="at_least"):
+        check.bound("lem-a", [0.001], 1.0, wrong=0.0005, at_least=at_least)
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    "ends", [(NAN, 1.0), (0.0, NAN), (NAN, NAN), (-INFINITY, INFINITY), (0.0, INFINITY), (1.0, 0.0)]
+)
+def test_band_ends_are_finite_or_open(ends):
+    with pytest.raises(ValueError, match="needs finite low < high"):
+        check.band("obs-a", 0.5, (0.4, 0.6), (0.0, 1.0), wrong=ends)
+    with pytest.raises(ValueError, match="needs finite low < high"):
+        check.band("obs-a", 0.5, (0.4, 0.6), ends, wrong=(0.0, 1.0), missed_because="no number")
+
+
+@pytest.mark.parametrize(
+    ("estimate", "interval"),
+    [
+        (NAN, (0.4, 0.6)),
+        (0.5, (0.6, 0.4)),
+        (0.5, (NAN, 0.6)),
+        (0.5, (-INFINITY, 0.6)),
+        (0.7, (0.4, 0.6)),
+        (0.5, (0.4, 0.6, 0.7)),
+    ],
+)
+def test_band_wants_an_interval_around_the_estimate(estimate, interval):
+    with pytest.raises(ValueError, match=r"interval|unpack"):
+        check.band("obs-a", estimate, interval, (0.0, 1.0), wrong=(0.5, 1.0))
+
+
+def test_a_band_open_to_one_side_holds_the_whole_interval():
+    assert check.band("obs-a", 0.5, (0.4, 0.6), (None, 0.6), wrong=(0.45, None)).status == "passed"
+    with pytest.raises(CheckFailed, match="does not lie inside"):
+        check.band("obs-a", 0.5, (0.4, 0.6), (0.41, None), wrong=(None, 0.5))
