@@ -10,13 +10,23 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 from tools.sources import Book, BookError, digest
 
 #: Above this a chapter is marked in the table: nobody waits a minute for a page.
 LONG_SECONDS = 60.0
+
+#: What a chapter may say of itself and of its cells. Everything else, such as ``raises-exception``,
+#: ``skip-execution``, ``remove-output`` or ``allow_errors``, could let a check fail or vanish
+#: while the page looks as if it had passed.
+NOTEBOOK_KEYS = {"kernelspec", "jupytext"}
+CELL_KEYS = {"tags", "mystnb"}
+CELL_TAGS = {"hide-input"}
+CELL_SETTINGS = {"image", "figure"}
 
 
 def kernel_environment(root: Path) -> dict[str, str]:
@@ -33,13 +43,33 @@ def kernel_environment(root: Path) -> dict[str, str]:
 
 
 def write_notebook(book: Book, page: str) -> Path:
-    """Convert a chapter to an unexecuted notebook; the folder mirrors the book's."""
+    """Convert a chapter to an unexecuted notebook; the folder mirrors the book's.
+
+    Raises BookError naming every tag or setting that a chapter may not have.
+    """
     import jupytext  # here, so that a run with nothing to do stays instant
 
+    notebook = jupytext.read(book.source(page))
+    if found := unwanted_settings(notebook):
+        raise BookError(
+            f"{page}: {', '.join(found)} could hide a failure; cells may have only the "
+            f"tags {sorted(CELL_TAGS)} and the mystnb settings {sorted(CELL_SETTINGS)}"
+        )
     target = book.notebook(page)
     target.parent.mkdir(parents=True, exist_ok=True)
-    jupytext.write(jupytext.read(book.source(page)), target)
+    jupytext.write(notebook, target)
     return target
+
+
+def unwanted_settings(notebook: Mapping[str, Any]) -> list[str]:
+    """Tags and settings outside the lists above, each once, in the order of the text."""
+    found = [key for key in notebook["metadata"] if key not in NOTEBOOK_KEYS]
+    for cell in notebook["cells"]:
+        settings = cell["metadata"]
+        found += [key for key in settings if key not in CELL_KEYS]
+        found += [f"tag {tag}" for tag in settings.get("tags", []) if tag not in CELL_TAGS]
+        found += [f"mystnb {k}" for k in settings.get("mystnb", {}) if k not in CELL_SETTINGS]
+    return list(dict.fromkeys(found))
 
 
 def remove_orphans(book: Book) -> None:

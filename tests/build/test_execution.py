@@ -9,7 +9,7 @@ import nbformat
 import pytest
 from small_book import REPOSITORY, FixtureBook
 
-from tools.execute import run_notebooks
+from tools.execute import execute, run_notebooks
 from tools.sources import Book, BookError
 
 pytestmark = [pytest.mark.build, pytest.mark.xdist_group("build")]
@@ -47,6 +47,41 @@ def test_a_failing_cell_stops_the_build_and_shows_its_traceback(book: FixtureBoo
     built = book.build()
     assert built.returncode == 1
     assert "stale outputs: book/chapter (never executed)" in built.stderr
+
+
+CELL = """
+```{{code-cell}} ipython3
+{}
+
+raise ValueError("the measure is negative")
+```
+"""
+
+
+@pytest.mark.parametrize(
+    ("header", "named"),
+    [
+        (":tags: [raises-exception]", "tag raises-exception"),
+        (":tags: [skip-execution]", "tag skip-execution"),
+        (":tags: [hide-input, remove-output]", "tag remove-output"),
+        (":tags: [remove-cell]", "tag remove-cell"),
+        (":tags: [hide-output]", "tag hide-output"),
+        (":nbmake: {mock: {a: 1}}", "nbmake"),
+        (":mystnb: {output_stderr: remove}", "mystnb output_stderr"),
+    ],
+)
+def test_a_cell_cannot_hide_its_failure(book: FixtureBook, header: str, named: str) -> None:
+    book.append(book.chapter, CELL.format(header))
+    with pytest.raises(BookError, match=f"book/chapter: {named} could hide a failure"):
+        execute(Book(book.root))
+
+
+@pytest.mark.parametrize("setting", ["execution: {allow_errors: true}", "mystnb: {a: b}"])
+def test_a_chapter_cannot_allow_its_errors(book: FixtureBook, setting: str) -> None:
+    book.edit(book.chapter, "kernelspec:\n", f"{setting}\nkernelspec:\n")
+    book.append(book.chapter, FAILING_CELL)
+    with pytest.raises(BookError, match=f"{setting.split(':')[0]} could hide a failure"):
+        execute(Book(book.root))
 
 
 def test_a_cell_that_takes_too_long_stops_the_build(book: FixtureBook) -> None:
