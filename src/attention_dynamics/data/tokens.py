@@ -1,4 +1,4 @@
-r"""Tokens in the unit ball, the assumption :math:`\|X_t\| \le 1` of every bound in the theory."""
+r"""Tokens in the unit ball, the assumption :math:`\|x_t\| \le 1` of every bound in the theory."""
 
 from __future__ import annotations
 

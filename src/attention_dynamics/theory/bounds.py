@@ -26,7 +26,7 @@ from attention_dynamics.validation import require_integer, require_number
 
 
 class InputBounds(NamedTuple):
-    r""":math:`\|X_t\| \le b` and :math:`\gamma\|q\| \le b_q`: the fields are b and :math:`b_q`.
+    r""":math:`\|x_t\| \le b` and :math:`\gamma\|q\| \le b_q`: the fields are b and :math:`b_q`.
 
     Every bound of a network asks for them. :func:`input_bounds` checks data and returns them;
     ``UNIT_BALL`` is for a statement about all inputs with b = :math:`b_q` = 1.
@@ -61,7 +61,7 @@ def input_bounds(
     scale: float = 1.0,
     mask: Bool[Tensor, "n T"] | None = None,
 ) -> InputBounds:
-    r""":math:`(b, \gamma b_q)` after checking :math:`\|X_t\| \le b` and :math:`\|q\| \le b_q`.
+    r""":math:`(b, \gamma b_q)` after checking :math:`\|x_t\| \le b` and :math:`\|q\| \le b_q`.
 
     b and :math:`b_q` are 1 unless given; with ``query="last"`` the query is a token and
     :math:`b_q = b`. ``scale`` is the logit scale :math:`\gamma`. One call a fit is enough: its
@@ -139,7 +139,7 @@ def network_constants(
         + \tfrac12\,\overline{C_i Q_{\rho+\nu}(R_i)},
 
     bars are averages over the m heads of ``initial`` (:math:`\phi_0`),
-    :math:`R_i = \|U_i^0\| + \rho_U/\sqrt m`, :math:`C_i = |c_i^0| + \rho_c/\sqrt m`. P and Q are
+    :math:`R_i = \|U_i^0\| + \rho_u/\sqrt m`, :math:`C_i = |c_i^0| + \rho_c/\sqrt m`. P and Q are
     :func:`~attention_dynamics.theory.constants.block_slope` and
     :func:`~attention_dynamics.theory.constants.block_curvature`. ``inputs`` come from
     :func:`input_bounds`, which checks the tokens; ``UNIT_BALL`` speaks of all inputs of norm at

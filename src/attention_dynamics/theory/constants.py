@@ -1,6 +1,6 @@
 r"""Constants of one head :math:`h = \sigma(U \cdot a)`, free of the sequence length T.
 
-Throughout :math:`\|X_t\| \le b` (``token_bound``), :math:`\|q\| \le b_q` (``query_bound``, to be
+Throughout :math:`\|x_t\| \le b` (``token_bound``), :math:`\|q\| \le b_q` (``query_bound``, to be
 multiplied by the scale of the logits if that is not 1), :math:`R = \|U\|` (``value_norm``) and
 :math:`(s_0, s_1, s_2) = (\sup|\sigma|, \sup|\sigma'|, \sup|\sigma''|)`. Along a direction (V, Z)
 of (U, W), with :math:`p = Zq`,

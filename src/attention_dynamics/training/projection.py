@@ -15,7 +15,7 @@ from attention_dynamics.validation import require_number
 
 @dataclass(frozen=True)
 class Radii:
-    r""":math:`(\rho_c, \rho_U, \rho_W)`: radii of the projection set, before :math:`1/\sqrt m`.
+    r""":math:`(\rho_c, \rho_u, \rho_w)`: radii of the projection set, before :math:`1/\sqrt m`.
 
     ``None`` leaves a block free; 0 freezes it at the centre.
 
@@ -52,7 +52,7 @@ def require_radii(radii: Radii) -> Radii:
 
 
 def bounded_radii(radii: Radii, *, remedy: str) -> tuple[float, float, float]:
-    r""":math:`(\rho_c, \rho_U, \rho_W)`, none of them None; ValueError names the free block."""
+    r""":math:`(\rho_c, \rho_u, \rho_w)`, none of them None; ValueError names the free block."""
     require_radii(radii)
     for block in ("c", "U", "W"):
         if getattr(radii, block) is None:
@@ -75,7 +75,7 @@ class ActiveHeads(NamedTuple):
 class ProjectionSet:
     r"""
     .. math:: \Omega_\rho = \{\phi : |c_i - c_{i}^0| \le \rho_c/\sqrt m,\;
-        \|U_i - U_i^0\|_2 \le \rho_U/\sqrt m,\; \|W_i - W_i^0\|_F \le \rho_W/\sqrt m,\; i = 1..m\}
+        \|U_i - U_i^0\|_2 \le \rho_u/\sqrt m,\; \|W_i - W_i^0\|_F \le \rho_w/\sqrt m,\; i = 1..m\}
 
     with centre :math:`\phi^0` (``centre``) and ``radii`` :math:`\rho`. A block with radius None is
     free and one with radius 0 stays exactly at the centre; the other blocks are projected all the
