@@ -83,8 +83,8 @@ def approximation_bound(
     :math:`\|U\| = R`,
 
     .. math:: B = g(R_0), \quad V = \mathbb E\, g(\|U\|)^2, \quad
-        \text{bias} = p\,(s_0\nu_c + s_1 b\,\nu_U)
-        + s_1 b^2 b_q \nu_W\, \mathbb E[\|U\|\, 1\{\|U\| > R_0\}], \quad p = P(\|U\| > R_0).
+        \text{bias} = p\,(s_0\nu_c + s_1 b\,\nu_u)
+        + s_1 b^2 b_q \nu_w\, \mathbb E[\|U\|\, 1\{\|U\| > R_0\}], \quad p = P(\|U\| > R_0).
 
     The maximum is Hoeffding's inequality and a union over the samples; the mean square is
     McDiarmid's inequality in :math:`L^2` of the samples, hence free of n. Both act on

@@ -142,10 +142,10 @@ def block_slope(
     token_bound: float = 1.0,
     query_bound: float = 1.0,
 ) -> Real:
-    r""":math:`P_r(R) = \sup_{0 \le a \le b} r_U a + r_W b_q R (b^2 - a^2) \ge |s'|`.
+    r""":math:`P_r(R) = \sup_{0 \le a \le b} r_u a + r_w b_q R (b^2 - a^2) \ge |s'|`.
 
-    Over :math:`\|V\| \le r_U`, :math:`\|Z\|_F \le r_W`. With :math:`k = r_W b_q R`:
-    :math:`P_r = k b^2 + r_U^2/(4k)` if :math:`2 k b \ge r_U`, and :math:`r_U b` otherwise. Sharp.
+    Over :math:`\|V\| \le r_u`, :math:`\|Z\|_F \le r_w`. With :math:`k = r_w b_q R`:
+    :math:`P_r = k b^2 + r_u^2/(4k)` if :math:`2 k b \ge r_u`, and :math:`r_u b` otherwise. Sharp.
 
     Raises ValueError if a norm, radius or bound is negative or not finite.
     """
@@ -172,10 +172,10 @@ def block_curvature(
     query_bound: float = 1.0,
 ) -> Real:
     r"""
-    .. math:: Q_r(R) = q_\sigma\bigl(P_r(R)^2,\; 2 b^2 b_q r_U r_W + \kappa R r_W^2\bigr)
+    .. math:: Q_r(R) = q_\sigma\bigl(P_r(R)^2,\; 2 b^2 b_q r_u r_w + \kappa R r_w^2\bigr)
         \ge |h''|.
 
-    Over :math:`\|V\| \le r_U`, :math:`\|Z\|_F \le r_W`, with
+    Over :math:`\|V\| \le r_u`, :math:`\|Z\|_F \le r_w`, with
     :math:`\kappa = b^3 b_q^2 \kappa_\star`.
 
     Raises ValueError if a norm, radius or bound is negative or not finite, or the activation is

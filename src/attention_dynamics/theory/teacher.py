@@ -31,7 +31,7 @@ class Teacher:
     r"""
     .. math:: \tilde f(X; v) = \mathbb E[z(X)] \approx \frac1N \sum_{i=1}^N z_i(X), \qquad
         z = v_c\, \sigma(s) + c\, \sigma'(s)
-        \bigl(\langle v_U, a \rangle + \langle v_W, (M U) q^\top \rangle\bigr)
+        \bigl(\langle v_u, a \rangle + \langle v_w, (M U) q^\top \rangle\bigr)
 
     over N = ``heads`` independent heads (8192 by default), drawn once from ``generator``: the
     teacher is a fixed function of the tokens. It is itself a sample, so its

@@ -1,7 +1,7 @@
 r"""Transport maps: targets in the RKHS of the tangent kernel, and the multi-anchor teacher.
 
 A transport map v sends a head :math:`(c, U, W)` to a direction
-:math:`(v_c, v_U, v_W)`; the target is :math:`\tilde f(X; v)`, the expectation of the head's tangent
+:math:`(v_c, v_u, v_w)`; the target is :math:`\tilde f(X; v)`, the expectation of the head's tangent
 along it. Sup-norm bounds of v are the norm :math:`\nu` of the target. Tokens and anchors may have
 any norm here: what is computed is exact. The bounds of it ask for
 :func:`~attention_dynamics.theory.bounds.input_bounds`. Source: arXiv 2601.16514.
@@ -36,7 +36,7 @@ _BLOCK = 2**22  # elements of the largest array (samples x heads x d) held at on
 
 @dataclass(frozen=True)
 class TransportNorms:
-    r""":math:`(\nu_c, \nu_U, \nu_W)`, the sizes of a transport map, block by block.
+    r""":math:`(\nu_c, \nu_u, \nu_w)`, the sizes of a transport map, block by block.
 
     Raises ValueError if one is negative or not finite, TypeError if it is no number.
     """
@@ -53,7 +53,7 @@ class TransportNorms:
 
     @property
     def norm(self) -> float:
-        r""":math:`\|\nu\| = \sqrt{\nu_c^2 + \nu_U^2 + \nu_W^2}`."""
+        r""":math:`\|\nu\| = \sqrt{\nu_c^2 + \nu_u^2 + \nu_w^2}`."""
         return math.sqrt(self.c**2 + self.U**2 + self.W**2)
 
 
@@ -61,8 +61,8 @@ class TransportNorms:
 class MultiAnchorTransport:
     r"""
     .. math:: v_c = \nu_c \sum_r \beta_r\, \sigma(s_r), \qquad
-        v_U = \nu_U\, c \sum_r \beta_r\, \sigma'(s_r)\, a_r, \qquad
-        v_W = c \sum_r \beta_r\, \mathrm{clip}_{\nu_W}\bigl(\sigma'(s_r)\, M_r U q_r^\top\bigr),
+        v_u = \nu_u\, c \sum_r \beta_r\, \sigma'(s_r)\, a_r, \qquad
+        v_w = c \sum_r \beta_r\, \mathrm{clip}_{\nu_w}\bigl(\sigma'(s_r)\, M_r U q_r^\top\bigr),
 
     where :math:`s_r = U \cdot a_r`, :math:`a_r` and :math:`M_r` are those of the anchor
     :math:`X_r`, :math:`\sum_r |\beta_r| = 1` and
@@ -106,7 +106,7 @@ class MultiAnchorTransport:
         get_activation(self.activation)
 
     def __call__(self, parameters: Parameters) -> Parameters:
-        r""":math:`(c, U, W) \mapsto (v_c, v_U, v_W)`, shapes (m,), (m, d), (m, d, d).
+        r""":math:`(c, U, W) \mapsto (v_c, v_u, v_w)`, shapes (m,), (m, d), (m, d, d).
 
         Raises ValueError or TypeError for parameters whose shape or dtype does not fit the anchors.
         """
@@ -133,11 +133,11 @@ class MultiAnchorTransport:
     def sup_norm_bounds(self, coefficient: float = 1.0) -> TransportNorms:
         r"""
         .. math:: |v_c| \le \nu_c s_0, \qquad
-            \|v_U\| \le \nu_U s_1 |c| \max_{r,t} \|X_{r,t}\|, \qquad \|v_W\|_F \le \nu_W |c|
+            \|v_u\| \le \nu_u s_1 |c| \max_{r,t} \|x_{r,t}\|, \qquad \|v_w\|_F \le \nu_w |c|
 
         for every head with :math:`|c| \le` ``coefficient``. With tokens in the unit ball,
         :math:`s_0 = s_1 = 1` and :math:`|c| = 1` these are the norms :math:`\nu` themselves;
-        :math:`s_1 > 1`, as for ``erf_plain``, exceeds :math:`\nu_U`.
+        :math:`s_1 > 1`, as for ``erf_plain``, exceeds :math:`\nu_u`.
         """
         s0, s1, _ = get_activation(self.activation).bounds
         longest = float(torch.linalg.vector_norm(self.anchors, dim=-1).max())
@@ -189,7 +189,7 @@ def head_contributions(
 ) -> Float[Tensor, "n m"]:
     r"""
     .. math:: z_i(X) = v_c\, \sigma(s) + c\, \sigma'(s)
-        \bigl(\langle v_U, a \rangle + \langle v_W, (M U) q^\top \rangle\bigr),
+        \bigl(\langle v_u, a \rangle + \langle v_w, (M U) q^\top \rangle\bigr),
 
     one number a sample and head, evaluated with the query, activation and scale of the transport.
     ``direction`` is v at these heads if it was computed already. The memory is n m d: chunk n or m.

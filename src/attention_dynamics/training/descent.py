@@ -26,7 +26,7 @@ HeldMasked = tuple[Float[Tensor, "n T d"], Float[Tensor, " n"], Bool[Tensor, "n 
 
 
 class BlockSizes(Protocol):
-    r""":math:`(\nu_c, \nu_U, \nu_W)`: anything with one number a block, such as TransportNorms."""
+    r""":math:`(\nu_c, \nu_u, \nu_w)`: anything with one number a block, such as TransportNorms."""
 
     @property
     def c(self) -> float: ...
