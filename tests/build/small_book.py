@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import jupytext
 import yaml
@@ -74,6 +75,25 @@ print("ran", start, time.time())
 ```
 """
 
+#: What no builder warns about, for the browser and the reader of links.
+FAULTY = r"""
+An undefined macro, $\undefinedmacro{x}$.
+
+An unbalanced brace:
+
+$$ \frac{1}{2 $$
+
+![](_static/favicon.svg)
+
+<img src="https://example.org/picture.png" alt="a picture from another machine">
+
+<a href="nowhere.html">nowhere</a> and <a href="chapter.html#no-such-place">no such place</a>
+
+<div style="width: 700px; height: 1px"></div>
+
+<script>console.warn("something is wrong"); undefinedFunction();</script>
+"""
+
 LIBRARY = """\
 from pathlib import Path
 
@@ -140,6 +160,13 @@ class FixtureBook:
 
     def build(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return self.run("tools.build", *arguments)
+
+
+class Changed(NamedTuple):
+    """A book whose library and first page changed, and the build that was tried too early."""
+
+    book: FixtureBook
+    refused: subprocess.CompletedProcess[str]
 
 
 def write_book(root: Path) -> FixtureBook:

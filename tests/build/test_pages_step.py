@@ -1,11 +1,26 @@
 """The step that builds pages: the unbroken book is green, each fault red for its own reason."""
 
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
 import pytest
-from small_book import FixtureBook
+from small_book import Changed, FixtureBook
+
+from tools.build import build
+from tools.sources import Book, BookError
 
 pytestmark = [pytest.mark.build, pytest.mark.xdist_group("build")]
 
 STALE = "error: stale outputs: book/chapter "
+
+
+class Refusal(NamedTuple):
+    """A book and the build that refused it."""
+
+    book: FixtureBook
+    built: subprocess.CompletedProcess[str]
 
 
 def test_pages_show_the_executed_outputs(built_book: FixtureBook) -> None:
@@ -21,33 +36,81 @@ def test_nothing_is_done_when_nothing_changed(built_book: FixtureBook) -> None:
     assert built.stdout.startswith("pages up to date")
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("\nSee {eq}`def-nowhere`.\n", "equation not found: def-nowhere"),
-        ("\nSee {doc}`nowhere`.\n", "unknown document: 'nowhere'"),
-        ("\n$$ a = b $$ (def-mean)\n", "duplicate label of equation def-mean"),
-        ("\nSee {cite:p}`nobody1900`.\n", 'could not find bibtex key "nobody1900"'),
-    ],
-    ids=["broken-reference", "missing-page", "duplicate-label", "missing-citation"],
-)
-def test_a_warning_stops_the_build(book: FixtureBook, text: str, reason: str) -> None:
-    book.append(book.index, text)
-    built = book.build()
-    assert built.returncode == 1
-    assert reason in built.stderr
-    assert "error: the pages were not built" in built.stderr
-    assert not (book.root / "_build" / "html").exists(), "a red build must leave no pages behind"
+CAPTURED = r"""
+$$ (a + 1)^2 = a^2 + 2a + 1 $$ (eq-captured)
+
+```{code-cell} ipython3
+%%capture
+import sympy as sp
+
+from attention_dynamics.verification import check
+
+a = sp.Symbol("a")
+check.identity("eq-captured", (a + 1) ** 2, a**2 + 2 * a + 1, wrong=a**2 + 1)
+```
+
+```{code-cell} ipython3
+import sys
+
+print("beware", file=sys.stderr)
+```
+"""
+
+#: Text of the first page, or of the chapter, and what the builder must say about it.
+FAULTS = {
+    "See {eq}`def-nowhere`.": "equation not found: def-nowhere",
+    "See {doc}`nowhere`.": "unknown document: 'nowhere'",
+    "$$ a = b $$ (def-mean)": "duplicate label of equation def-mean",
+    "See {cite:p}`nobody1900`.": 'could not find bibtex key "nobody1900"',
+    "$$ a = b $$ (eq-unchecked)": "equation 'eq-unchecked' has no passing check",
+    "$$ a = b $$ (unnamed)": "equation 'unnamed' is numbered, but its label says neither",
+    CAPTURED: "equation 'eq-captured' has no passing check",
+    "": "stderr was found in the cell outputs",
+}
 
 
-def test_output_on_standard_error_stops_the_build(book: FixtureBook) -> None:
-    cell = "\n```{code-cell} ipython3\nimport sys\n\nprint('beware', file=sys.stderr)\n```\n"
-    book.append(book.chapter, cell)
+@pytest.fixture(scope="module")
+def refusal(built_book: FixtureBook, tmp_path_factory: pytest.TempPathFactory) -> Refusal:
+    """One build with every fault: each must be named, and any one is enough for red."""
+    root = shutil.copytree(built_book.root, tmp_path_factory.mktemp("faults") / "copy")
+    book = FixtureBook(root)
+    book.append(book.chapter, CAPTURED)
+    book.append(
+        book.index, "\n\n".join(["", *(text for text in FAULTS if text != CAPTURED)]) + "\n"
+    )
     executed = book.execute()
     assert executed.returncode == 0, executed.stdout
-    built = book.build()
-    assert built.returncode == 1
-    assert "stderr was found in the cell outputs" in built.stderr
+    return Refusal(book, book.build())
+
+
+@pytest.mark.parametrize("fault", FAULTS.values())
+def test_each_fault_is_among_the_reasons_to_stop(refusal: Refusal, fault: str) -> None:
+    """Reasons are the builder's warnings, repeated at the end; with one of them it stops."""
+    _, _, reasons = refusal.built.stderr.partition("error: the pages were not built")
+    assert "every warning counts" in reasons
+    assert fault in reasons
+
+
+def test_a_red_build_leaves_no_pages(refusal: Refusal) -> None:
+    assert refusal.built.returncode == 1
+    assert not (refusal.book.root / "_build" / "html").exists()
+
+
+def test_one_warning_is_enough(
+    built_book: FixtureBook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The builder is told to count warnings, and its status is the driver's."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], environment: dict[str, str]) -> tuple[int, list[str]]:
+        commands.append(command)
+        return 1, ["index.md:3: WARNING: one"]
+
+    monkeypatch.setattr("tools.build.run_builder", run)
+    book = FixtureBook(shutil.copytree(built_book.root, tmp_path / "copy"))
+    with pytest.raises(BookError, match=r"every warning counts:\n  index\.md:3: WARNING: one"):
+        build(Book(book.root), force=True)
+    assert {"-W", "-n", "--keep-going", "--all"} <= set(commands[0])
 
 
 def test_outputs_of_another_text_are_refused(book: FixtureBook) -> None:
@@ -57,16 +120,14 @@ def test_outputs_of_another_text_are_refused(book: FixtureBook) -> None:
     assert built.stderr.startswith(f"{STALE}(chapter text changed since it was executed)")
 
 
-def test_outputs_of_another_library_are_refused_and_then_renewed(book: FixtureBook) -> None:
+def test_outputs_of_another_library_are_refused_and_then_renewed(changed_book: Changed) -> None:
     """The builder's own cache would print the old number here."""
-    (book.library.parent / "answer.txt").write_text("42", "utf8")
-    built = book.build()
-    assert built.returncode == 1
-    assert built.stderr.startswith(f"{STALE}(library (src/) changed since it was executed)")
-    assert book.execute().returncode == 0
-    assert book.build().returncode == 0
-    assert "answer 42" in book.page("chapter")
-    assert "answer 41" not in book.page("chapter")
+    assert changed_book.refused.returncode == 1
+    assert changed_book.refused.stderr.startswith(
+        f"{STALE}(library (src/) changed since it was executed)"
+    )
+    assert "answer 42" in changed_book.book.page("chapter")
+    assert "answer 41" not in changed_book.book.page("chapter")
 
 
 def test_outputs_changed_by_hand_are_refused(book: FixtureBook) -> None:
