@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -81,3 +82,61 @@ def test_citation_and_binder_are_readable() -> None:
     for flag, name in zip(lines[::2], lines[1::2], strict=True):
         assert flag in {"-r", "-c"}
         assert (REPOSITORY / ".binder" / name).resolve().is_file()
+
+
+STUB = """\
+#!{bash}
+echo "{name} $*" >> {log}
+exit {status}
+"""
+
+
+def run_ci(folder: Path, *stubs: str, user: int = 0) -> tuple[int, str, list[str]]:
+    """``.ci/run`` on a machine with nothing but ``stubs``; its status, messages and commands."""
+    log, programs = folder / "log", folder / "bin"
+    programs.mkdir()
+    for name in ("bash", "dirname"):
+        (programs / name).symlink_to(shutil.which(name) or "")
+    for name in ("id", *stubs):
+        # Python is there, but its module for virtual environments is not.
+        text = STUB.format(
+            bash=programs / "bash", name=name, log=log, status=int(name == "python3")
+        )
+        (programs / name).write_text(text if name != "id" else f"#!{programs}/bash\necho {user}\n")
+        (programs / name).chmod(0o755)
+    done = subprocess.run(
+        [str(programs / "bash"), str(REPOSITORY / ".ci" / "run")],
+        env={"PATH": str(programs)},
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
+    commands = log.read_text("utf8").splitlines() if log.is_file() else []
+    return done.returncode, done.stdout + done.stderr, commands
+
+
+def test_ci_installs_what_a_bare_machine_lacks(tmp_path: Path) -> None:
+    status, _, commands = run_ci(tmp_path, "apt-get", "python3", "git", "make")
+    assert status == 0
+    packages = "python3 python3-venv chromium fonts-dejavu-core"
+    assert commands == [
+        "python3 -c import ensurepip",
+        "apt-get update -qq",
+        f"apt-get install -y -qq --no-install-recommends {packages}",
+        "make lint",
+        "make book",
+        "make test",
+    ]
+
+
+def test_ci_says_what_it_cannot_install(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    status, message, commands = run_ci(tmp_path / "a", "make", "git")
+    assert status == 1
+    assert "missing here: python3 python3-venv chromium" in message
+    assert "No apt-get on this machine" in message
+    (tmp_path / "b").mkdir()
+    status, message, commands = run_ci(tmp_path / "b", "apt-get", "git", user=1000)
+    assert status == 1
+    assert "Neither root nor sudo" in message
+    assert commands == []
