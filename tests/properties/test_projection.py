@@ -143,3 +143,11 @@ def test_parameters_of_another_shape_are_refused():
         region.contains(centre(torch.float32))
     with pytest.raises(ValueError, match=r"centre\.c"):
         ProjectionSet(Parameters(centre().c[:2], centre().U, centre().W), Radii(1.0, 1.0, 1.0))
+
+
+def test_a_head_on_the_boundary_up_to_rounding_is_active():
+    region = ProjectionSet(centre(), Radii(1.0, 1.0, 1.0))
+    limit = 1.0 / math.sqrt(HEADS)
+    for share, active in ((1 - 1e-7, HEADS), (1 - 1e-3, 0)):
+        moved = centre().c + share * limit
+        assert region.active(centre()._replace(c=moved)) == (active, 0, 0)

@@ -148,6 +148,7 @@ def test_inputs_beyond_the_unit_ball_need_their_bound():
     assert input_bounds(tokens, q, token_bound=1.5, query_bound=2.5) == InputBounds(1.5, 2.5)
     assert input_bounds(tokens, "last", token_bound=1.5, scale=0.25) == InputBounds(1.5, 0.375)
     assert input_bounds(sequences(), "last") == InputBounds(1.0, 1.0)
+    assert input_bounds(sequences(), short, scale=0.25) == InputBounds(1.0, 0.25)
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,19 @@ def test_rescaling_is_what_a_change_of_units_gives(b):
     assert block_curvature(R, r_U, r_W, token_bound=b, query_bound=b_q) == pytest.approx(
         block_curvature(b * R, b * r_U, b * b_q * r_W)
     )
+    # Along unit (V, Z) the curvature is a quadratic form in (|V|, |Z|), and the slope is L.
+    angle = np.linspace(0, math.pi / 2, 4001)
+    form = 2 * b**2 * b_q * np.sin(angle) * np.cos(angle)
+    form += KAPPA_STAR * b**3 * b_q**2 * R * np.sin(angle) ** 2
+    expected = activation_curvature(max(b, b**2 * b_q * R) ** 2, form.max())
+    found = head_smoothness(R, token_bound=b, query_bound=b_q)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_block_slope_is_the_supremum_on_both_sides_of_its_case_distinction():
+    a = np.linspace(0, 1, 100001)
+    for k in (0.3, 0.49, 0.51, 0.75, 0.99, 1.5):  # the cases meet at 2 k = r_U
+        assert block_slope(k, 1.0, 1.0) == pytest.approx((a + k * (1 - a**2)).max(), rel=1e-9)
 
 
 def test_arrays_give_arrays_and_numbers_numbers():

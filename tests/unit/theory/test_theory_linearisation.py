@@ -111,6 +111,8 @@ def test_the_adversary_is_in_the_set_below_the_bound_and_above_random(query, act
     common = {"query": q, "activation": activation, "scale": scale}
     found = adversarial_perturbation(initial, RADII, tokens, generator=generator(0, "a"), **common)
     assert ProjectionSet(initial, RADII).contains(found.parameters, atol=1e-14)
+    reached = found.parameters.minus(initial).block_norms().W  # the worst direction uses W fully
+    assert torch.allclose(reached, torch.full_like(reached, RADII.W / math.sqrt(32)), rtol=1e-9)
     errors = linearisation_error(initial, found.parameters, tokens, **common).abs()
     assert found.error == float(errors.max())
     assert found.sample == int(errors.argmax())

@@ -251,6 +251,15 @@ def test_radii_below_the_transport_norms_warn(block):
         projected_gradient_descent(model_of(), tokens, targets, free)
 
 
+def test_patience_that_ends_with_the_last_step_stops_nothing():
+    tokens, targets = data()
+    config = DescentConfig(5, step_size=1e-12, patience=5)
+    result = projected_gradient_descent(model_of(), tokens, targets, config)
+    assert (result.steps_taken, result.stopped_early) == (5, False)
+    sooner = projected_gradient_descent(model_of(), tokens, targets, replace(config, patience=4))
+    assert (sooner.steps_taken, sooner.stopped_early) == (4, True)
+
+
 def test_tokens_beyond_the_unit_ball_warn_where_the_theory_is_meant():
     tokens, targets = data()
     norms = TransportNorms(0.0, 0.0, 0.0)
