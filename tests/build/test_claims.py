@@ -20,7 +20,7 @@ from bookext.claim_layout import lay_out, plain, text_width  # noqa: E402
 from bookext.claim_map import STATUS, draw  # noqa: E402
 from bookext.ledger_page import write  # noqa: E402
 from bookext.rule import breaches  # noqa: E402
-from bookext.statements import Page, Statement, claims_of  # noqa: E402
+from bookext.statements import CLAIMED, Page, Statement, claims_of  # noqa: E402
 
 from attention_dynamics.verification import MIME_TYPE, CheckRecord  # noqa: E402
 
@@ -257,13 +257,24 @@ def test_a_sound_book_breaks_no_rule():
             ],
             "belongs under the statement",
         ),
+        (
+            [FIRST, replace(SECOND, statements=(*SECOND.statements, SECOND.statements[0]))],
+            "lemma 'lem-d' stands 2 times",
+        ),
+        (
+            [
+                FIRST,
+                replace(SECOND, records=(SECOND.records[2], record("lem-d", "band", "missed"))),
+            ],
+            "lemma 'lem-d' has no passing check, only a band it missed",
+        ),
     ],
 )
 def test_each_breach_is_named_with_its_label(spoilt, message):
     assert any(message in text for text in messages(spoilt))
 
 
-@pytest.mark.parametrize("kind", ["theorem", "lemma", "proposition", "corollary", "observation"])
+@pytest.mark.parametrize("kind", CLAIMED)
 def test_every_kind_of_claim_needs_a_check(kind):
     assert messages([page("one", [("x", kind, "")])]) == [f"{kind} 'x' has no passing check"]
 

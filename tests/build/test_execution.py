@@ -84,6 +84,12 @@ def test_a_chapter_cannot_allow_its_errors(book: FixtureBook, setting: str) -> N
         execute(Book(book.root))
 
 
+def test_a_record_cannot_be_made_by_hand(book: FixtureBook) -> None:
+    book.edit(book.chapter, "import os\n", "import os\nfrom library import CheckRecord\n")
+    with pytest.raises(BookError, match="book/chapter: a record made by hand could hide"):
+        execute(Book(book.root))
+
+
 def test_a_cell_that_takes_too_long_stops_the_build(book: FixtureBook) -> None:
     book.edit(book.root / "_config.yml", "timeout: 20\n", "timeout: 2\n")
     book.append(book.chapter, SLEEPING_CELL)

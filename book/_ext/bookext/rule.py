@@ -1,5 +1,6 @@
 """The rule of the book: every numbered statement is a definition, cited, or checked."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -18,12 +19,15 @@ class Breach:
 def breaches(pages: Iterable[Page]) -> list[Breach]:
     """Every breach, in the order of ``pages``.
 
-    A claim without a record, or with records on another page only; a record whose label stands
-    nowhere, or that is checked on two pages; an unlabelled statement; a numbered equation without a
-    known prefix; a label in ``uses`` that stands nowhere, or that is the statement itself.
+    A claim without a record, or with records on another page only; a claim other than an
+    observation whose only records missed their bands; a record whose label stands nowhere, or that
+    is checked on two pages; an unlabelled statement; a label that stands twice; a numbered equation
+    without a known prefix; a label in ``uses`` that stands nowhere, or is the statement itself.
     """
     pages = list(pages)
     where = {s.label: s for page in pages for s in page.statements}
+    stands = Counter(s.label for page in pages for s in page.statements)
+    held = {r.label for page in pages for r in page.records if r.status == "passed"}
     checked: dict[str, list[str]] = {}
     for page in pages:
         for record in page.records:
@@ -43,8 +47,16 @@ def breaches(pages: Iterable[Page]) -> list[Breach]:
                     f"equation {label!r} is numbered, but its label says neither eq- (checked) nor "
                     "def- (definition) nor cited-: rename it, or leave the number out"
                 )
+            elif stands[label] > 1:
+                # One check would speak for both.
+                message = f"{statement.kind} {label!r} stands {stands[label]} times: rename one"
             elif statement.claimed and not docs:
                 message = f"{statement.kind} {label!r} has no passing check"
+            elif statement.claimed and statement.kind != "observation" and label not in held:
+                message = (
+                    f"{statement.kind} {label!r} has no passing check, only a band it missed: "
+                    "state what was measured as an observation"
+                )
             elif statement.claimed and page.doc not in docs:
                 message = (
                     f"{statement.kind} {label!r} is checked on {docs[0]}, not here: the check "

@@ -11,7 +11,15 @@ from attention_dynamics.verification.myst import RECORD_ATTRIBUTE
 from attention_dynamics.verification.record import KINDS, CheckRecord
 
 #: Statements that hold only because a check says so.
-CLAIMED = ("theorem", "lemma", "proposition", "corollary", "observation")
+CLAIMED = (
+    "theorem",
+    "lemma",
+    "proposition",
+    "corollary",
+    "property",
+    "criterion",
+    "observation",
+)
 PREFIXES = ("eq-", "def-", "cited-")
 #: Names that stay in lower case at the start of a title.
 LOWER_CASE = ("tanh", "erf", "jvp", "vjp")
