@@ -47,7 +47,7 @@ def prove(label: str, lhs: Any, rhs: Any, wrong: Any, given: dict[Any, Any], met
     if twin in (left, right):
         raise ValueError(f"{label}: wrong is structurally equal to a side; change a sign or factor")
     for key, value in given.items():
-        if {sp.sympify(key), sp.sympify(value)} == {left, right}:
+        if {_sympified(key), _sympified(value)} == {left, right}:
             raise ValueError(
                 f"{label}: the statement is its own hypothesis, given: {key} = {value}"
             )

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from attention_dynamics.verification.record import KINDS, MIME_TYPE, CheckRecord, show_ratio
@@ -17,18 +16,6 @@ def records_in(notebook: Mapping[str, Any]) -> list[CheckRecord]:
         for output in cell["outputs"]
         if MIME_TYPE in output.get("data", {})
     ]
-
-
-def records_in_folder(folder: Path) -> dict[str, list[CheckRecord]]:
-    """``{"model/gradients": [...]}``: the records of every ``.ipynb`` under ``folder``."""
-    import json
-
-    return {
-        path.relative_to(folder).with_suffix("").as_posix(): records_in(
-            json.loads(path.read_text("utf8"))
-        )
-        for path in sorted(folder.rglob("*.ipynb"))
-    }
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """What every check shares: its label, the calling source, the record it shows and returns."""
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attention_dynamics.verification.display import show
 from attention_dynamics.verification.record import CheckRecord
 
 
@@ -25,6 +25,18 @@ def finish(
     )
     show(record)
     return record
+
+
+def show(record: CheckRecord) -> None:
+    """``record`` -> one line: HTML, text and JSON in a notebook, plain text elsewhere."""
+    # IPython is not a dependency: inside a notebook it is already imported.
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and ipython.get_ipython() is not None:
+        from IPython.display import display
+
+        display(record.to_bundle(), raw=True)
+    else:
+        print(record.to_text())
 
 
 def require_label(label: str) -> None:

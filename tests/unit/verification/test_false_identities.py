@@ -224,6 +224,11 @@ def test_factors_that_do_not_commute_are_refused(sides):
         check.identity("eq-order", *sides, wrong=2 * sides[1])
 
 
+def test_nor_may_they_come_in_through_hypotheses():
+    with pytest.raises(TypeError, match="do not commute"):
+        check.identity("eq-order", z, w, wrong=2 * w, given={z: p * r, w: r * p})
+
+
 TINY = sp.exp(-200 - 500 * q**2)
 NUMERIC = {
     "tiny numbers": (TINY, 2 * TINY),
