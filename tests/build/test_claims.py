@@ -16,7 +16,7 @@ from nbclient import NotebookClient
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "book" / "_ext"))
 
-from bookext.claim_layout import lay_out, plain, text_width  # noqa: E402
+from bookext.claim_layout import COLUMN, lay_out, plain, text_width  # noqa: E402
 from bookext.claim_map import STATUS, draw  # noqa: E402
 from bookext.ledger_page import write  # noqa: E402
 from bookext.rule import breaches  # noqa: E402
@@ -325,8 +325,8 @@ def test_nodes_neither_overlap_nor_overflow():
     layout = lay_out(pages, claims_of(pages))
     assert len(layout.nodes) == 40
     for node in layout.nodes:
-        assert all(text_width(line, 13) <= 200 for line in node.lines)
-        assert 0 <= node.x <= layout.width - 200
+        assert all(text_width(line, 13) <= COLUMN for line in node.lines)
+        assert 0 <= node.x <= layout.width - COLUMN
         assert node.y + node.height <= layout.height
     boxes = [(n.x, n.y, n.height) for n in layout.nodes]
     for number, (x, y, height) in enumerate(boxes):

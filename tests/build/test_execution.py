@@ -2,8 +2,10 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
+from typing import NamedTuple
 
 import nbformat
 import pytest
@@ -38,15 +40,56 @@ def test_every_chapter_is_executed_once_and_its_seconds_are_kept(built_book: Fix
     assert again.stdout.count("unchanged, outputs kept") == 3
 
 
-def test_a_failing_cell_stops_the_build_and_shows_its_traceback(book: FixtureBook) -> None:
+class Failure(NamedTuple):
+    """A book with two chapters that fail, and the command that should have published it."""
+
+    book: FixtureBook
+    published: subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def failure(built_book: FixtureBook, tmp_path_factory: pytest.TempPathFactory) -> Failure:
+    """One cell raises, another sleeps; the execution is piped, and a copy step follows."""
+    book = FixtureBook(
+        shutil.copytree(built_book.root, tmp_path_factory.mktemp("failure") / "copy")
+    )
+    book.edit(book.root / "_config.yml", "timeout: 20\n", "timeout: 3\n")
     book.append(book.chapter, FAILING_CELL)
-    executed = book.execute()
-    assert executed.returncode == 1
-    assert "ValueError: the measure is negative" in plain(executed.stdout)
-    assert "error: chapters that failed: book/chapter" in executed.stderr
-    built = book.build()
+    book.append(book.root / "book" / "second.md", SLEEPING_CELL)
+    rules = book.root / "publish.mk"
+    rules.write_text(
+        "publish:\n"
+        f"\tcd {REPOSITORY} && {sys.executable} -m tools.execute --root {book.root} | cat; \\\n"
+        f"\tcp -r {book.root}/_build/html {book.root}/published\n"
+        "\n"
+        ".PHONY: publish\n",
+        "utf8",
+    )
+    makefile = REPOSITORY / "Makefile"
+    command = ["make", "-f", str(makefile), "-f", str(rules), "publish"]
+    done = subprocess.run(command, cwd=book.root, text=True, capture_output=True, timeout=240)
+    return Failure(book, done)
+
+
+def test_a_failing_cell_stops_the_build_and_shows_its_traceback(failure: Failure) -> None:
+    assert "ValueError: the measure is negative" in plain(failure.published.stdout)
+    assert "error: chapters that failed: book/chapter, book/second" in failure.published.stderr
+    built = failure.book.build()
     assert built.returncode == 1
     assert "stale outputs: book/chapter (never executed)" in built.stderr
+
+
+def test_a_cell_that_takes_too_long_stops_the_build(failure: Failure) -> None:
+    assert "timed out" in failure.published.stdout
+    assert "after 3 seconds" in failure.published.stdout
+    assert "time.sleep(600)" in failure.published.stdout
+
+
+def test_a_copy_step_after_a_failing_cell_is_never_reached(failure: Failure) -> None:
+    """Case 18: under the Makefile's shell neither a pipe nor a later line hides the failure."""
+    assert failure.published.returncode == 2
+    assert (failure.book.root / "_build" / "html").is_dir()
+    assert not (failure.book.root / "published").exists()
 
 
 CELL = """
@@ -88,37 +131,6 @@ def test_a_record_cannot_be_made_by_hand(book: FixtureBook) -> None:
     book.edit(book.chapter, "import os\n", "import os\nfrom library import CheckRecord\n")
     with pytest.raises(BookError, match="book/chapter: a record made by hand could hide"):
         execute(Book(book.root))
-
-
-def test_a_cell_that_takes_too_long_stops_the_build(book: FixtureBook) -> None:
-    book.edit(book.root / "_config.yml", "timeout: 20\n", "timeout: 2\n")
-    book.append(book.chapter, SLEEPING_CELL)
-    executed = book.execute()
-    assert executed.returncode == 1
-    assert "timed out" in executed.stdout
-    assert "after 2 seconds" in executed.stdout
-    assert "time.sleep(600)" in executed.stdout
-    assert "error: chapters that failed: book/chapter" in executed.stderr
-
-
-def test_a_copy_step_after_a_failing_cell_is_never_reached(book: FixtureBook) -> None:
-    """Case 18: under the Makefile's shell neither a pipe nor a later line hides the failure."""
-    book.append(book.chapter, FAILING_CELL)
-    rules = book.root / "publish.mk"
-    rules.write_text(
-        "publish:\n"
-        f"\tcd {REPOSITORY} && {sys.executable} -m tools.execute --root {book.root} | cat; \\\n"
-        f"\tcp -r {book.root}/_build/html {book.root}/published\n"
-        "\n"
-        ".PHONY: publish\n",
-        "utf8",
-    )
-    makefile = REPOSITORY / "Makefile"
-    command = ["make", "-f", str(makefile), "-f", str(rules), "publish"]
-    done = subprocess.run(command, cwd=book.root, text=True, capture_output=True, timeout=240)
-    assert done.returncode == 2
-    assert "chapters that failed: book/chapter" in done.stderr
-    assert not (book.root / "published").exists()
 
 
 def test_a_virtual_environment_in_the_project_is_left_alone(built_book: FixtureBook) -> None:

@@ -11,7 +11,7 @@ def resolve(expression: sp.Expr) -> sp.Expr:
 
     The derivative of an undefined function ``f(g)`` becomes the function ``f'`` at ``g``.
     """
-    return _resolve(_rename_bound(expression))
+    return _resolve(rename_bound(expression))
 
 
 def index_symbol(low: sp.Expr, name: str = "t") -> sp.Dummy:
@@ -26,20 +26,22 @@ def index_symbol(low: sp.Expr, name: str = "t") -> sp.Dummy:
     return sp.Dummy(name, integer=True)
 
 
-def _rename_bound(e: sp.Basic) -> sp.Basic:
+def rename_bound(e: sp.Basic) -> sp.Basic:
+    """The same expression with a ``Dummy`` of its own for every bound index."""
     if not e.args:
         return e
-    e = e.func(*(_rename_bound(argument) for argument in e.args)) if _has_sum(e) else e
+    e = e.func(*(rename_bound(argument) for argument in e.args)) if _has_sum(e) else e
     if isinstance(e, sp.Sum | sp.Product):
+        # Outermost first: a bound may name an outer index, never an inner one or its own.
         fresh: dict[sp.Basic, sp.Dummy] = {}
+        limits: list[tuple[sp.Basic, ...]] = []
         for symbol, *bounds in reversed(e.limits):
-            low = bounds[0].xreplace(fresh) if bounds else sp.S.NegativeInfinity
-            fresh[symbol] = index_symbol(low, str(symbol))
-        # Limits are read inside out: a bound of an inner sum may name an outer index.
-        return e.func(
-            e.function.xreplace(fresh),
-            *(tuple(part.xreplace(fresh) for part in limit) for limit in e.limits),
-        )
+            bounds = [bound.xreplace(fresh) for bound in bounds]
+            low = bounds[0] if bounds else sp.S.NegativeInfinity
+            index = index_symbol(low, str(symbol))
+            limits.append((index, *bounds))
+            fresh = {**fresh, symbol: index}
+        return e.func(e.function.xreplace(fresh), *reversed(limits))
     return e
 
 

@@ -86,6 +86,11 @@ class Explicit:
             return self._of(e.function, values)
         *inner, (symbol, low, high) = limits
         start, stop = self._of(low, values), self._of(high, values)
+        if not (start.is_Integer and stop.is_Integer):
+            raise ValueError(
+                f"{e}: the range {low} to {high} of {symbol} depends on something that is neither "
+                "a length nor an outer index; give the bound index another name"
+            )
         terms = [
             self._written_out(e, inner, {**values, symbol: sp.Integer(t)})
             for t in range(int(start), int(stop) + 1)

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import re
 from dataclasses import dataclass
 
 import sympy as sp
@@ -10,6 +11,7 @@ import sympy as sp
 from attention_dynamics.verification import polynomial as poly
 from attention_dynamics.verification.calculus import index_symbol
 
+CANONICAL = re.compile(r"c_\d+_\d+")  # depth of a sum, and place of an index in it
 ORDERINGS = 5040  # names of interchangeable indices tried before settling for any of them
 
 
@@ -119,6 +121,11 @@ def _canonical(depth: int, place: int, sign: int) -> sp.Dummy:
     return index_symbol(sp.Integer(sign), f"c_{depth}_{place}")
 
 
+def is_canonical(symbol: sp.Symbol) -> bool:
+    """Whether a bound index bears a canonical name already."""
+    return isinstance(symbol, sp.Dummy) and CANONICAL.fullmatch(symbol.name) is not None
+
+
 def _sign(low: sp.Expr) -> int:
     return 1 if low.is_positive else 0 if low.is_nonnegative else -1
 
@@ -129,7 +136,7 @@ def _bound_names(factor: sp.Expr) -> set[sp.Symbol]:
         limit[0]
         for inner in factor.atoms(sp.Sum)
         for limit in inner.limits
-        if limit[0].name.startswith("c_") and isinstance(limit[0], sp.Dummy)
+        if is_canonical(limit[0])
     }
 
 

@@ -6,8 +6,15 @@ import sympy as sp
 from sympy.core.function import AppliedUndef
 
 from attention_dynamics.verification import polynomial as poly
-from attention_dynamics.verification.calculus import index_symbol
-from attention_dynamics.verification.indices import Index, connected, mentions, named, touches
+from attention_dynamics.verification.calculus import index_symbol, rename_bound
+from attention_dynamics.verification.indices import (
+    Index,
+    connected,
+    is_canonical,
+    mentions,
+    named,
+    touches,
+)
 from attention_dynamics.verification.polynomial import Monomial, Polynomial
 
 if TYPE_CHECKING:
@@ -25,6 +32,9 @@ class SumNormaliser:
 
     def convert(self, e: sp.Sum) -> Polynomial:
         """A sum over one or several indices, innermost first as SymPy orders them."""
+        if any(is_canonical(limit[0]) for limit in e.limits):
+            # Named again from the inside, an inner index could take the name of an outer one.
+            e = rename_bound(e)
         result = self._form.convert(e.function)
         for limit in e.limits:
             if len(limit) != 3:

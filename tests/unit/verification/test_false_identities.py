@@ -55,6 +55,10 @@ FALSE = {
     "free beside bound": (u[t] * over(u[t]), over(u[t] ** 2)),
     "transposed": (over(over(x[t, s] * x[s, t], s)), over(over(x[t, s] ** 2, s))),
     "triangle turned over": (triangle(x[s, t]), over(over(x[s, t], s, T, t))),
+    "one name, bound in a bound": (
+        sp.Sum(u[k], (t, 1, T), (s, 1, t - 1), (t, 0, 3)),
+        2 * T * u[k],
+    ),
     "a name like a canonical one": (over(x[t, like_a_canonical_name]), over(x[t, t])),
     # Kronecker deltas: out of range, or in range for some terms of an outer sum only.
     "delta in a triangle": (triangle(delta(s, k) * u[s]), T * u[k]),
@@ -167,6 +171,11 @@ TRUE = {
         D(over(over(x[t, s] * u[t] * v[s], s)), u[k]),
         over(x[k, s] * v[s], s),
         None,
+    ),
+    "a triangle of a triangle": (
+        sp.Sum(u[s], (s, k, 5), (k, 1, T), (t, 1, 2)),
+        2 * sp.Sum(u[s], (s, k, 5), (k, 1, T)),
+        "for every T",
     ),
     "terms of a triangle": (triangle(u[t]), over(t * u[t]), None),
     "terms of the other triangle": (over(over(u[t], s, T, t)), over((T - t + 1) * u[t]), None),
