@@ -122,8 +122,8 @@ def bound(
     tightest = float(ratios[worst])
     if tightest > 1 + ROUNDING:
         raise CheckFailed(
-            f"{label}: observed{list(worst)} = {values[worst]!r} passes the bound "
-            f"{limit[worst]!r}, ratio {tightest!r}"
+            f"{label}: observed{list(worst)} = {float(values[worst])!r} passes the bound "
+            f"{float(limit[worst])!r}, ratio {tightest!r}"
         )
     if at_least is not None and tightest < at_least:
         raise CheckFailed(
@@ -228,7 +228,7 @@ def band(
 def _describe(result: Comparison) -> str:
     where = f"{result.block}{list(result.index)}" if result.index else result.block
     return (
-        f"{where} = {result.actual!r} against {result.expected!r}, relative error "
+        f"{where} = {float(result.actual)!r} against {float(result.expected)!r}, relative error "
         f"{abs(result.actual - result.expected) / (abs(result.expected) or 1.0):.3g}"
     )
 
