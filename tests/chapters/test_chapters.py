@@ -94,6 +94,12 @@ def test_anatomy_of_a_chapter(page):
     assert len(re.findall(r"^    ?alt: ", text, re.MULTILINE)) == text.count("mystnb:")
 
 
+def test_captions_name_no_colour_that_dark_mode_turns_over(notebook):
+    for cell in code_cells(notebook):
+        shown = json.dumps(cell["metadata"].get("mystnb", {}))
+        assert not re.search(r"\b(black|white|dark(er)?|light(er)?)\b", shown), shown
+
+
 def test_cells_are_short(notebook):
     longest = max(map(source, code_cells(notebook)), key=lambda text: text.count("\n"))
     assert longest.count("\n") + 1 <= LONGEST_CELL, longest
