@@ -1,10 +1,15 @@
 """Settings of every test: one thread, reproducible property tests, no noise from torch itself."""
 
+import os
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
+from playwright.sync_api import Browser
+
+from tools.browse import HOW_TO_GET_CHROMIUM, find_chromium, open_browser
 
 with warnings.catch_warnings():
     # The first forward-mode derivative of a process makes torch script its own decompositions,
@@ -19,3 +24,15 @@ settings.load_profile("reproducible")
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """One browser a process, whoever asks: Playwright refuses to be started twice in one."""
+    if find_chromium() is None:
+        message = f"browser tests need a browser: {HOW_TO_GET_CHROMIUM}"
+        if os.environ.get("REQUIRE_BROWSER") == "1":
+            pytest.fail(message)
+        pytest.skip(message)
+    with open_browser() as chromium:
+        yield chromium

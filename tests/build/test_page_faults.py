@@ -1,27 +1,15 @@
 """What no builder warns about: the browser and the reader of links must find each of these."""
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser
 from small_book import Changed, FixtureBook
 
-from tools.browse import HOW_TO_GET_CHROMIUM, PHONE, find_chromium, open_browser, serve, visit
+from tools.browse import PHONE, serve, visit
 from tools.links import broken_links
 
 pytestmark = [pytest.mark.build, pytest.mark.site, pytest.mark.xdist_group("build")]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    if find_chromium() is None:
-        if os.environ.get("REQUIRE_BROWSER") == "1":
-            pytest.fail(HOW_TO_GET_CHROMIUM)
-        pytest.skip(HOW_TO_GET_CHROMIUM)
-    with open_browser() as chromium:
-        yield chromium
 
 
 def faults(browser: Browser, site: Path, page: str) -> list[str]:

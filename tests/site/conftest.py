@@ -1,13 +1,11 @@
-"""The built site, a server for it and a browser; none of them is made twice in a worker."""
+"""The built site and a server for it; neither is made twice in a worker."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser
 
-from tools.browse import HOW_TO_GET_CHROMIUM, find_chromium, open_browser, serve
+from tools.browse import serve
 from tools.sources import Book
 
 
@@ -22,14 +20,3 @@ def site() -> Path:
 def origin(site: Path) -> Iterator[str]:
     with serve(site) as address:
         yield address
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    if find_chromium() is None:
-        message = f"browser tests need a browser: {HOW_TO_GET_CHROMIUM}"
-        if os.environ.get("REQUIRE_BROWSER") == "1":
-            pytest.fail(message)
-        pytest.skip(message)
-    with open_browser() as chromium:
-        yield chromium
