@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from attention_dynamics.validation import (
@@ -43,6 +44,20 @@ class Inputs(NamedTuple):
         """The samples of one block."""
         query = self.query if self.query.ndim == 1 else self.query[block]
         return Inputs(self.tokens[block], query, None if self.mask is None else self.mask[block])
+
+
+class HeadFeatures(NamedTuple):
+    r"""
+    .. math:: s = U \cdot a, \qquad a = \sum_t \alpha_t x_t, \qquad
+        r = M U = \sum_t \alpha_t (s_t - s)\, x_t, \quad s_t = U \cdot x_t.
+
+    Shapes: ``s`` (n, m), ``a`` (n, m, d), ``r`` (n, m, d). Value, gradients, tangent map, kernel
+    and linearisation of the model are read off these three.
+    """
+
+    s: Float[Tensor, "n m"]
+    a: Float[Tensor, "n m d"]
+    r: Float[Tensor, "n m d"]
 
 
 class Attended(NamedTuple):

@@ -7,14 +7,12 @@ any finite numbers. Inputs in half precision are computed, and returned, in floa
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attention_dynamics.models import _pass
-from attention_dynamics.models._pass import Query, require_tokens
+from attention_dynamics.models._pass import HeadFeatures, Query, require_tokens
 from attention_dynamics.validation import (
     known_truth,
     require_finite,
@@ -36,20 +34,6 @@ __all__ = [
     "softmax_covariance",
     "third_cumulant",
 ]
-
-
-class HeadFeatures(NamedTuple):
-    r"""
-    .. math:: s = U \cdot a, \qquad a = \sum_t \alpha_t x_t, \qquad
-        r = M U = \sum_t \alpha_t (s_t - s)\, x_t, \quad s_t = U \cdot x_t.
-
-    Shapes: ``s`` (n, m), ``a`` (n, m, d), ``r`` (n, m, d). Value, gradients, tangent map, kernel
-    and linearisation of the model are read off these three.
-    """
-
-    s: Float[Tensor, "n m"]
-    a: Float[Tensor, "n m d"]
-    r: Float[Tensor, "n m d"]
 
 
 def resolve_query(

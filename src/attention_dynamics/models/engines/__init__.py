@@ -1,0 +1,1 @@
+"""Engines: several ways to one computation, chosen for the caller."""

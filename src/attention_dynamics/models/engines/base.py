@@ -1,0 +1,82 @@
+r"""What an engine is: per-head features :math:`(s, a, r)` of a batch, and what is read off them.
+
+Engines take what the public functions have checked and brought to one dtype and device, and check
+nothing again. They agree with each other to rounding; tests hold each against the formulas.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from jaxtyping import Float
+from torch import Tensor
+
+from attention_dynamics.models._pass import HeadFeatures, Inputs
+from attention_dynamics.models.activations import Activation
+from attention_dynamics.models.parameters import Parameters
+
+
+class Engine(Protocol):
+    r"""One way to compute :math:`s = U \cdot a`, :math:`a = X\alpha`, :math:`r = M U`, n times m.
+
+    ``inputs`` are n samples, ``U`` (m, d) and ``W`` (m, d, d) the heads, ``scale`` is
+    :math:`\gamma`, ``chunk`` a number of samples handled at once, which an engine may ignore.
+    """
+
+    name: str
+
+    def refusal(self, inputs: Inputs, heads: int) -> str | None:
+        """Why this engine can't serve these inputs here ("no C++ compiler"), or None."""
+        ...
+
+    def features(
+        self, inputs: Inputs, U: Tensor, W: Tensor, scale: float, *, chunk: int | None = None
+    ) -> HeadFeatures:
+        r""":math:`(s, a, r)`: (n, m), (n, m, d), (n, m, d)."""
+        ...
+
+    def scores(
+        self, inputs: Inputs, U: Tensor, W: Tensor, scale: float, *, chunk: int | None = None
+    ) -> Float[Tensor, "n m"]:
+        """Only s, without the memory of a and r."""
+        ...
+
+    def slopes(
+        self,
+        inputs: Inputs,
+        U: Tensor,
+        W: Tensor,
+        V: Tensor,
+        Z: Tensor,
+        scale: float,
+        *,
+        chunk: int | None = None,
+    ) -> tuple[Float[Tensor, "n m"], Float[Tensor, "n m"]]:
+        r""":math:`s` and :math:`s' = V \cdot a + r \cdot \gamma Z q`, V (m, d), Z (m, d, d)."""
+        ...
+
+    def step(
+        self,
+        inputs: Inputs,
+        parameters: Parameters,
+        sigma: Activation,
+        scale: float,
+        targets: Float[Tensor, " n"],
+        *,
+        chunk: int | None = None,
+    ) -> tuple[Float[Tensor, " n"], Parameters]:
+        r""":math:`f(X_j)`, (n,), and :math:`\nabla \frac1n \sum_j (f(X_j) - y_j)^2`."""
+        ...
+
+    def vjp(
+        self,
+        inputs: Inputs,
+        parameters: Parameters,
+        sigma: Activation,
+        scale: float,
+        cotangent: Float[Tensor, " n"],
+        *,
+        chunk: int | None = None,
+    ) -> Parameters:
+        r""":math:`\sum_j g_j \nabla f(X_j)`."""
+        ...

@@ -1,0 +1,100 @@
+"""C++ sources of the package, compiled on demand: once for a source, compiler and instruction set.
+
+A library is built beside its final name and moved there, so a killed or a second process never
+leaves, or loads, half a file. Nothing here needs Python headers: the sources have a C interface.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger("attention_dynamics")
+
+#: Flags of each instruction set that torch recognises at run time; others get the portable build.
+INSTRUCTION_SETS = {
+    "AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-mavx2"),
+    "AVX2": ("-mavx2", "-mfma"),
+}
+# -ffast-math would delete the rounding tricks of exp; contraction and no errno are all it needs.
+FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno")
+
+
+class Unavailable(RuntimeError):
+    """Why no compiled library can be had here: one line, for the log and for the reader."""
+
+
+def compiler() -> str | None:
+    """The C++ compiler: ``CXX`` if set, else c++, g++ or clang++ on the path; None without one."""
+    chosen = os.environ.get("CXX")
+    if chosen:
+        return shutil.which(chosen)
+    return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+
+
+def cache_directory() -> Path:
+    """``ATTENTION_DYNAMICS_CACHE``, or attention_dynamics in the user's cache directory."""
+    given = os.environ.get("ATTENTION_DYNAMICS_CACHE")
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attention_dynamics"
+
+
+def instruction_set() -> str:
+    """The instruction set to build for: that of the processor, as torch names it."""
+    return str(torch.backends.cpu.get_cpu_capability())
+
+
+@cache
+def library(source: str) -> ctypes.CDLL:
+    """Load the library of ``source`` (a file beside this module), building it if need be.
+
+    Raises Unavailable without a compiler, on a failed build, or where the cache can't be written.
+    """
+    path = Path(__file__).with_name(source)
+    found = compiler()
+    if found is None:
+        raise Unavailable("no C++ compiler was found (c++, g++ or clang++, or CXX)")
+    capability = instruction_set()
+    extra = INSTRUCTION_SETS.get(capability, ())
+    key = hashlib.sha256()
+    for part in (path.read_bytes(), found.encode(), _version(found), platform.machine().encode()):
+        key.update(part)
+    key.update(" ".join((*FLAGS, *extra)).encode())
+    name = f"{path.stem}-{capability.lower()}-{key.hexdigest()[:16]}.so"
+    try:
+        target = cache_directory() / name
+        if not target.exists():
+            _build(found, path, extra, target)
+        return ctypes.CDLL(str(target))
+    except OSError as error:
+        raise Unavailable(f"the library of {source} can't be kept or loaded: {error}") from error
+
+
+def _version(found: str) -> bytes:
+    return subprocess.run([found, "--version"], capture_output=True, check=False).stdout
+
+
+def _build(found: str, path: Path, extra: tuple[str, ...], target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    log.info("building %s for this processor, once", target.name)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        built = Path(folder) / target.name
+        for openmp in (("-fopenmp",), ()):  # clang without libomp: the same kernel, one thread
+            command = [found, *FLAGS, *extra, *openmp, str(path), "-o", str(built)]
+            run = subprocess.run(command, capture_output=True, text=True, check=False)
+            if run.returncode == 0:
+                os.replace(built, target)
+                return
+    reason = next(iter(run.stderr.splitlines()), f"exit status {run.returncode}")
+    raise Unavailable(f"{found} can't build {path.name}: {reason}")
