@@ -55,7 +55,9 @@ def prepare(
     activation: str | Activation,
     mask: Tensor | None,
     validate: bool,
+    chunk: int | None = None,
 ) -> tuple[Activation, _pass.Inputs, Parameters]:
+    _pass.require_chunk(chunk)
     if validate:
         parameters.require_valid()
     dimension = parameters.dimension

@@ -133,6 +133,12 @@ def query_vectors(
     return query.to(tokens.dtype)
 
 
+def require_chunk(chunk: int | None) -> None:
+    """Check a number of samples to handle at once."""
+    if chunk is not None:
+        require_integer("chunk", chunk, minimum=1, remedy="pass None for the default")
+
+
 def blocks(inputs: Inputs, heads: int, chunk: int | None) -> Iterator[slice]:
     """Slices of samples: of about 2^17 elements b T m (2^25 off the CPU), or ``chunk`` samples.
 
@@ -143,8 +149,6 @@ def blocks(inputs: Inputs, heads: int, chunk: int | None) -> Iterator[slice]:
         elements = _CPU_BLOCK if inputs.tokens.device.type == "cpu" else _ACCELERATOR_BLOCK
         width = length if inputs.query.ndim == 1 else max(length, dimension)
         chunk = max(1, elements // (width * heads))
-    else:
-        require_integer("chunk", chunk, minimum=1, remedy="pass None for the default")
     for start in range(0, samples, chunk):
         yield slice(start, start + chunk)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attention_dynamics.models import _pass
 from attention_dynamics.models._pass import HeadFeatures, Query, require_tokens
+from attention_dynamics.models.engines import selection
 from attention_dynamics.validation import (
     known_truth,
     require_finite,
@@ -175,18 +176,21 @@ def head_features(
     mask: Bool[Tensor, "n T"] | None = None,
     scale: float = 1.0,
     chunk: int | None = None,
+    engine: str = "auto",
     validate: bool = True,
 ) -> HeadFeatures:
     r"""
     .. math:: s = U \cdot a, \qquad a = X\alpha, \qquad r = M U, \qquad
         \alpha = \mathrm{softmax}(\gamma X^\top W q).
 
-    One pass over the tokens, in blocks of about :math:`2^{17}` elements :math:`b T m` (or of
-    ``chunk`` samples); a fixed query enters only through :math:`w_i = W_i q`. Returns
+    One pass over the tokens; a fixed query enters only through :math:`w_i = W_i q`. ``chunk`` is
+    the number of samples that an engine in blocks handles at once; ``engine`` is ``"auto"``, which
+    takes the fastest here, or a name listed in ``models.engines``. Returns
     :class:`HeadFeatures` with shapes (n, m), (n, m, d), (n, m, d). Raises ValueError for wrong
     shapes, NaN or infinite tokens, a sample without keys; TypeError for a mask that is not
     boolean. ``validate=False`` skips these checks in inner loops.
     """
+    _pass.require_chunk(chunk)
     require_shape("U", U, ("m", "d"))
     heads, dimension = U.shape
     require_shape("W", W, ("m", "d", "d"), {"m": heads, "d": dimension})
@@ -194,21 +198,8 @@ def head_features(
     for name, parameter in (("U", U), ("W", W)):
         require_floating(name, parameter, inputs.tokens.dtype)
     U, W = U.to(inputs.tokens.dtype), W.to(inputs.tokens.dtype)
-    parts = [
-        _block_features(inputs.rows(block), U, W, scale)
-        for block in _pass.blocks(inputs, heads, chunk)
-    ]
-    if len(parts) == 1:
-        return parts[0]
-    return HeadFeatures(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
-
-
-def _block_features(inputs: _pass.Inputs, U: Tensor, W: Tensor, scale: float) -> HeadFeatures:
-    alpha, projections, s = _pass.attend(inputs, U, W, scale)
-    centred = alpha * (projections - s[:, None])
-    return HeadFeatures(
-        s, _pass.average(alpha, inputs.tokens), _pass.average(centred, inputs.tokens)
-    )
+    chosen = selection.choose(engine, inputs, heads, U, W)
+    return chosen.features(inputs, U, W, scale, chunk=chunk)
 
 
 def _centred(weights: Tensor, tokens: Tensor, name: str, direction: Tensor) -> Tensor:

@@ -11,22 +11,15 @@ arXiv 2601.16514; the derivatives are derived in the chapter on gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attention_dynamics.models import _pass
-from attention_dynamics.models._network import (
-    head_sum,
-    like_parameters,
-    prepare,
-    require_per_sample,
-    twin_heads,
-)
+from attention_dynamics.models._network import like_parameters, prepare, require_per_sample
 from attention_dynamics.models._pass import Query
 from attention_dynamics.models.activations import Activation
+from attention_dynamics.models.engines import selection
 from attention_dynamics.models.parameters import Parameters
 
 
@@ -40,6 +33,7 @@ def vjp(
     scale: float = 1.0,
     mask: Bool[Tensor, "n T"] | None = None,
     chunk: int | None = None,
+    engine: str = "auto",
     validate: bool = True,
 ) -> Parameters:
     r"""
@@ -47,12 +41,13 @@ def vjp(
 
     Returns c (m,), U (m, d), W (m, d, d) in closed form, in one pass over the tokens.
     """
-    sigma, inputs, parameters = prepare(parameters, tokens, query, activation, mask, validate)
+    sigma, inputs, parameters = prepare(
+        parameters, tokens, query, activation, mask, validate, chunk
+    )
     require_per_sample("cotangent", cotangent, inputs.tokens, validate)
     g = cotangent.to(inputs.tokens.dtype)
-    return _accumulate(
-        parameters, inputs, sigma, scale, chunk, lambda _, block: g[block], with_value=False
-    )[1]
+    chosen = selection.choose(engine, inputs, parameters.heads, *parameters, g)
+    return chosen.vjp(inputs, parameters, sigma, scale, g, chunk=chunk)
 
 
 def jvp(
@@ -65,6 +60,7 @@ def jvp(
     scale: float = 1.0,
     mask: Bool[Tensor, "n T"] | None = None,
     chunk: int | None = None,
+    engine: str = "auto",
     validate: bool = True,
 ) -> Float[Tensor, " n"]:
     r"""
@@ -73,16 +69,16 @@ def jvp(
 
     ``tangent`` holds :math:`v = (v_c, v_U, v_W)` in the shape of the parameters. Returns (n,).
     """
-    sigma, inputs, parameters = prepare(parameters, tokens, query, activation, mask, validate)
+    sigma, inputs, parameters = prepare(
+        parameters, tokens, query, activation, mask, validate, chunk
+    )
     tangent = like_parameters("tangent", tangent, parameters)
-    parts = []
-    for block in _pass.blocks(inputs, parameters.heads, chunk):
-        rows = inputs.rows(block)
-        attended = _pass.attend(rows, parameters.U, parameters.W, scale)
-        slope = _slope(attended, rows, tangent.U, tangent.W, scale)
-        head = tangent.c * sigma.value(attended.s)
-        parts.append((head + parameters.c * sigma.first(attended.s) * slope).sum(dim=-1))
-    return torch.cat(parts) * parameters.heads**-0.5
+    _, U, W = parameters
+    chosen = selection.choose(engine, inputs, parameters.heads, *parameters, *tangent)
+    s, slope = chosen.slopes(inputs, U, W, tangent.U, tangent.W, scale, chunk=chunk)
+    value, first = sigma.value_and_first(s)
+    terms = tangent.c * value + parameters.c * first * slope
+    return terms.sum(dim=-1) * parameters.heads**-0.5
 
 
 def per_sample_gradients(
@@ -93,6 +89,7 @@ def per_sample_gradients(
     activation: str | Activation = "tanh",
     scale: float = 1.0,
     mask: Bool[Tensor, "n T"] | None = None,
+    engine: str = "auto",
     validate: bool = True,
 ) -> Parameters:
     r"""
@@ -102,15 +99,14 @@ def per_sample_gradients(
     this is for tests, teaching and small n.
     """
     sigma, inputs, parameters = prepare(parameters, tokens, query, activation, mask, validate)
-    alpha, projections, s = _pass.attend(inputs, parameters.U, parameters.W, scale)
+    chosen = selection.choose(engine, inputs, parameters.heads, *parameters)
+    s, a, r = chosen.features(inputs, parameters.U, parameters.W, scale)
     norm = parameters.heads**-0.5
-    factor = (norm * parameters.c * sigma.first(s))[..., None]
-    r = _pass.average(alpha * (projections - s[:, None]), inputs.tokens)
+    value, first = sigma.value_and_first(s)
+    factor = (norm * parameters.c * first)[..., None]
     q = inputs.query.expand(inputs.tokens.shape[0], -1)
     return Parameters(
-        norm * sigma.value(s),
-        factor * _pass.average(alpha, inputs.tokens),
-        (scale * factor * r)[..., None] * q[:, None, None, :],
+        norm * value, factor * a, (scale * factor * r)[..., None] * q[:, None, None, :]
     )
 
 
@@ -159,6 +155,7 @@ def loss_and_gradients(
     scale: float = 1.0,
     mask: Bool[Tensor, "n T"] | None = None,
     chunk: int | None = None,
+    engine: str = "auto",
     validate: bool = True,
 ) -> tuple[Float[Tensor, ""], Parameters]:
     r"""
@@ -168,64 +165,11 @@ def loss_and_gradients(
     Returns the loss, 0-d, and the gradients in the shape of the parameters, in closed form and in
     a single pass: each block of samples is attended once and dropped.
     """
-    sigma, inputs, parameters = prepare(parameters, tokens, query, activation, mask, validate)
+    sigma, inputs, parameters = prepare(
+        parameters, tokens, query, activation, mask, validate, chunk
+    )
     require_per_sample("targets", targets, inputs.tokens, validate)
     y = targets.to(inputs.tokens.dtype)
-    factor = 2.0 / y.shape[0]
-    values, gradients = _accumulate(
-        parameters, inputs, sigma, scale, chunk, lambda f, block: factor * (f - y[block])
-    )
+    chosen = selection.choose(engine, inputs, parameters.heads, *parameters, y)
+    values, gradients = chosen.step(inputs, parameters, sigma, scale, y, chunk=chunk)
     return (values - y).square().mean(), gradients
-
-
-def _accumulate(
-    parameters: Parameters,
-    inputs: _pass.Inputs,
-    sigma: Activation,
-    scale: float,
-    chunk: int | None,
-    cotangent: Callable[[Tensor, slice], Tensor],
-    *,
-    with_value: bool = True,
-) -> tuple[Tensor, Parameters]:
-    """Sum g_j grad f(X_j) block by block, where g is read off the values f of the block."""
-    c, U, W = parameters
-    heads, dimension = U.shape
-    scaled_c = c * heads**-0.5
-    twins = twin_heads(parameters) if with_value else None
-    fixed = inputs.query.ndim == 1
-    values, totals = [], None
-    for block in _pass.blocks(inputs, heads, chunk):
-        rows = inputs.rows(block)
-        alpha, projections, s = _pass.attend(rows, U, W, scale)
-        sigmas, slopes = sigma.value_and_first(s)
-        f = head_sum(c, sigmas, twins) if with_value else sigmas[:, 0]
-        g = cotangent(f, block)
-        weighted = alpha * (slopes * torch.outer(g, scaled_c))[:, None]
-        centred = weighted * (projections - s[:, None])
-        if fixed:
-            in_W = _pass.total_columns(centred, rows.tokens)
-        else:
-            r = _pass.average_columns(centred, rows.tokens)
-            in_W = rows.query.mT @ r.flatten(1)
-        part = Parameters(g @ sigmas, _pass.total_columns(weighted, rows.tokens), in_W)
-        totals = part if totals is None else totals.plus(part)
-        values.append(f)
-    assert totals is not None  # prepare() refuses an empty batch
-    if fixed:
-        in_W = totals.W.mT[:, :, None] * inputs.query
-    else:
-        in_W = totals.W.reshape(dimension, dimension, heads).permute(2, 1, 0)
-    return torch.cat(values), Parameters(
-        totals.c * heads**-0.5, totals.U.mT.contiguous(), (scale * in_W).contiguous()
-    )
-
-
-def _slope(
-    attended: _pass.Attended, rows: _pass.Inputs, V: Tensor, Z: Tensor, scale: float
-) -> Tensor:
-    """S' = V . a + r . (scale Z q), (b, m), by projections on the tokens."""
-    alpha, projections, s = attended
-    along_v = _pass.project(rows.tokens, V)
-    along_p = _pass.project(rows.tokens, _pass.head_queries(Z, rows.query, scale))
-    return (alpha * (along_v + (projections - s[:, None]) * along_p)).sum(dim=1)

@@ -5,7 +5,8 @@ r"""The shallow Transformer: value, loss, and an ``nn.Module`` for any torch opt
 
 Arguments common to all functions: ``parameters`` (c, U, W), ``tokens`` (n, T, d), ``query`` a
 tensor (d,) or ``"last"``, ``activation`` a name or an ``Activation``, ``scale`` the logit scale
-:math:`\gamma`, ``mask`` (n, T) boolean with True = keep, ``chunk`` the samples handled at once.
+:math:`\gamma`, ``mask`` (n, T) boolean with True = keep, ``chunk`` the samples handled at once,
+``engine`` what computes it: ``"auto"``, the fastest here, or a name listed in ``models.engines``.
 All raise ValueError for wrong shapes, NaN or infinite tokens and samples without keys, TypeError
 for dtypes that do not fit; ``validate=False`` skips these checks in inner loops. Half precision
 is computed, and returned, in float32. Source: arXiv 2601.16514.
@@ -17,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from attention_dynamics.models import _pass, gradients
+from attention_dynamics.models import gradients
 from attention_dynamics.models._network import (
     head_sum,
     prepare,
@@ -26,6 +27,7 @@ from attention_dynamics.models._network import (
 )
 from attention_dynamics.models._pass import Query
 from attention_dynamics.models.activations import Activation, get_activation
+from attention_dynamics.models.engines import selection
 from attention_dynamics.models.gradients import (
     head_second_derivative,
     jvp,
@@ -65,26 +67,24 @@ def forward(
     scale: float = 1.0,
     mask: Bool[Tensor, "n T"] | None = None,
     chunk: int | None = None,
+    engine: str = "auto",
     validate: bool = True,
 ) -> Float[Tensor, " n"]:
     r"""
     .. math:: f(X_j; \phi) = m^{-1/2} \sum_i c_i\, \sigma(U_i \cdot a_i(X_j)).
 
-    Returns (n,). Differentiable by autograd and by every transform of ``torch.func``; this is the
-    formula that the closed forms are compared with. Zero, exactly, at the symmetric
-    initialisation: the pairs are summed first.
+    Returns (n,). Differentiable by autograd and by every transform of ``torch.func``, which see the
+    formulas of the reference engine: what the closed forms are compared with. Zero, exactly, at
+    the symmetric initialisation: the pairs are summed first.
     """
-    sigma, inputs, parameters = prepare(parameters, tokens, query, activation, mask, validate)
-    twins = twin_heads(parameters)
-    values = [
-        head_sum(
-            parameters.c,
-            sigma.value(_pass.attend(inputs.rows(block), parameters.U, parameters.W, scale).s),
-            twins,
-        )
-        for block in _pass.blocks(inputs, parameters.heads, chunk)
-    ]
-    return values[0] if len(values) == 1 else torch.cat(values)
+    sigma, inputs, parameters = prepare(
+        parameters, tokens, query, activation, mask, validate, chunk
+    )
+    c, U, W = parameters
+    s = selection.choose(engine, inputs, parameters.heads, *parameters).scores(
+        inputs, U, W, scale, chunk=chunk
+    )
+    return head_sum(c, sigma.value(s), twin_heads(parameters))
 
 
 def loss(
@@ -97,6 +97,7 @@ def loss(
     scale: float = 1.0,
     mask: Bool[Tensor, "n T"] | None = None,
     chunk: int | None = None,
+    engine: str = "auto",
     validate: bool = True,
 ) -> Float[Tensor, ""]:
     r"""
@@ -107,7 +108,7 @@ def loss(
     require_per_sample("targets", targets, tokens, validate)
     values = forward(
         parameters, tokens, query=query, activation=activation, scale=scale, mask=mask,
-        chunk=chunk, validate=validate,
+        chunk=chunk, engine=engine, validate=validate,
     )  # fmt: skip
     return (values - targets.to(values.dtype)).square().mean()
 
@@ -244,6 +245,7 @@ class ShallowTransformer(nn.Module):
         mask: Bool[Tensor, "n T"] | None = None,
         *,
         chunk: int | None = None,
+        engine: str = "auto",
         validate: bool = True,
     ) -> tuple[Float[Tensor, ""], Parameters]:
         r"""
@@ -255,7 +257,7 @@ class ShallowTransformer(nn.Module):
         return gradients.loss_and_gradients(
             self.snapshot(copy=False), tokens, targets, query=self.query,
             activation=self.activation, scale=self.scale, mask=mask, chunk=chunk,
-            validate=validate,
+            engine=engine, validate=validate,
         )  # fmt: skip
 
     def snapshot(self, *, copy: bool = True) -> Parameters:

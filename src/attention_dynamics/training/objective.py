@@ -34,6 +34,7 @@ class Objective:
     query: Query
     activation: Activation
     scale: float
+    engine: str = "auto"
 
     @classmethod
     def of(
@@ -44,8 +45,10 @@ class Objective:
         mask: Bool[Tensor, "n T"] | None = None,
         *,
         name: str = "",
+        engine: str = "auto",
     ) -> Objective:
-        r""":math:`L_n` of ``model`` on (tokens, targets); ``name`` marks the data in messages.
+        r""":math:`L_n` of ``model`` on (tokens, targets); ``name`` marks the data in messages,
+        ``engine`` is that of the losses and gradients.
 
         Raises ValueError for wrong shapes, an empty batch, NaN or infinity, TypeError for a model
         in half precision, a dtype that is not the model's or a mask that is not boolean.
@@ -73,20 +76,20 @@ class Objective:
         )
         require_floating(f"{prefix}targets", targets, model.U.dtype)
         require_finite(f"{prefix}targets", targets)
-        return cls(tokens, targets, mask, model.query, model.activation, model.scale)
+        return cls(tokens, targets, mask, model.query, model.activation, model.scale, engine)
 
     def loss(self, parameters: Parameters) -> Float[Tensor, ""]:
         r""":math:`L_n(\phi)`, 0-d."""
         return shallow.loss(
             parameters, self.tokens, self.targets, query=self.query, activation=self.activation,
-            scale=self.scale, mask=self.mask, validate=False,
+            scale=self.scale, mask=self.mask, engine=self.engine, validate=False,
         )  # fmt: skip
 
     def loss_and_gradients(self, parameters: Parameters) -> tuple[Float[Tensor, ""], Parameters]:
         r""":math:`L_n(\phi)` and :math:`\nabla L_n(\phi)` by the closed form."""
         return shallow.loss_and_gradients(
             parameters, self.tokens, self.targets, query=self.query, activation=self.activation,
-            scale=self.scale, mask=self.mask, validate=False,
+            scale=self.scale, mask=self.mask, engine=self.engine, validate=False,
         )  # fmt: skip
 
     def rows(self, index: Tensor) -> Objective:
@@ -98,4 +101,5 @@ class Objective:
             self.query,
             self.activation,
             self.scale,
+            self.engine,
         )
