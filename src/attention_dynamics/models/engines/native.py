@@ -56,12 +56,12 @@ def instruction_set() -> str:
 
 
 @cache
-def library(source: str) -> ctypes.CDLL:
-    """Load the library of ``source`` (a file beside this module), building it if need be.
+def library(source: str, folder: Path | None = None) -> ctypes.CDLL:
+    """Load the library of ``source`` (beside this module, or in ``folder``), building it if needed.
 
     Raises Unavailable without a compiler, on a failed build, or where the cache can't be written.
     """
-    path = Path(__file__).with_name(source)
+    path = (folder or Path(__file__).parent) / source
     found = compiler()
     if found is None:
         raise Unavailable("no C++ compiler was found (c++, g++ or clang++, or CXX)")
