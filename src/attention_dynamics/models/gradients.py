@@ -11,7 +11,6 @@ arXiv 2601.16514; the derivatives are derived in the chapter on gradients.
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
