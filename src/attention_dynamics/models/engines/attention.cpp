@@ -1,458 +1,252 @@
 // Softmax attention with one query p = gamma W q a head, and the gradients of the network on it:
 //
 //     alpha = softmax(X p),  s_t = U.x_t,  s = sum alpha s_t,  a = sum alpha x_t,
-//     r = sum alpha (s_t - s) x_t,  f = m^{-1/2} sum_i c_i tanh(s_i),  pairs (i, i + m/2) first.
+//     r = sum alpha (s_t - s) x_t,         f = m^{-1/2} sum_i c_i tanh(s_i).
 //
-// Heads are the lanes of a vector, so nothing is ever summed across lanes except f, and twin heads
-// round alike. All arrays over heads are in tiles of L heads: (tile, ..., lane). The tokens are read
-// as they lie and broadcast. Samples are handled in small blocks; see Attention::block.
-#include <algorithm>
+// Heads are the lanes of a vector and lie in tiles of L heads, (tile, ..., lane): nothing is summed
+// across lanes except f, and twin heads round alike. Tokens are read where they lie and broadcast.
+// A block of samples goes through all heads, tile by tile; then f is known, and what the block adds
+// to the gradients. Gradients are summed by slices of the batch, and the slices in order: the bits
+// of a result do not depend on the number of threads.
 #include <atomic>
 #include <cmath>
-#include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <limits>
-#include <memory>
 #include <new>
 #include <system_error>
 #include <thread>
-#include <type_traits>
 #include <vector>
 
-#if defined(__AVX512F__)
-constexpr int WIDEST = 64, TILE = 12;  // 32 registers: two vectors times 12 columns of sums
-#elif defined(__AVX2__)
-constexpr int WIDEST = 32, TILE = 6;
-#else
-constexpr int WIDEST = 16, TILE = 6;
-#endif
-#ifndef LANES_BYTES
-#define LANES_BYTES WIDEST
-#endif
-constexpr long TOKENS = 64;   // tokens of a block: logits and projections stay in the first cache
-constexpr long SAMPLES = 16;  // samples of a block, at most
-constexpr long SLICES = 16;   // parts of the batch with gradients of their own, at most
+#include "features.h"
+#include "layout.h"
+#include "problem.h"
 
-enum Mode : int64_t { SCORES, FEATURES, SLOPES, SUMS, STEP, VJP, PULL };
+template <class S, int BYTES> class Attention : Features<S, BYTES> {
+  using Base = Features<S, BYTES>;
+  using typename Base::V;
+  using Base::L, Base::attend, Base::products, Base::tanh;
+  static constexpr long SLICES = 16, WORK = 1 << 18, CACHE = 1 << 18;  // at least, at most
 
-struct Problem {  // the same fields in the same order as in fused.py
-  int64_t mode, n, T, d, m, per_sample, threads;
-  double scale;
-  const void *tokens, *query, *mask, *U, *W, *c, *V, *Z, *C, *given;
-  void *s, *slope, *a, *r, *sum, *squares, *f, *grad_c, *grad_U, *grad_W;
-};
-
-// e^x = 2^k (1 + q), q = e^r - 1 = r + r^2 P(r), |r| <= log(2)/2; P minimax, to 3e-9 and 4e-18.
-template <class S> struct Exp;
-template <> struct Exp<float> {
-  using Bits = int32_t;
-  static constexpr int mantissa = 23;
-  static constexpr float magic = 12582912.f + 127.f, lowest = -87.f;
-  static constexpr float high = 0.693359375f, low = -2.12194440e-4f;
-  static constexpr float P[] = {0.499999934579f, 0.166665206945f, 0.0416683831559f,
-                                0.0083687100561f, 0.00138149353865f};
-};
-template <> struct Exp<double> {
-  using Bits = int64_t;
-  static constexpr int mantissa = 52;
-  static constexpr double magic = 6755399441055744. + 1023., lowest = -708.;
-  static constexpr double high = 6.93145751953125e-1, low = 1.42860682030941723212e-6;
-  static constexpr double P[] = {0.50000000000000106294, 0.16666666666666413121,
-      0.041666666666530138289, 0.0083333333334940483156, 0.0013888888943634583914,
-      0.00019841269507515647742, 0.000024801493095182800227, 2.75575855067884665e-6,
-      2.7630249429196883386e-7, 2.5000344009127698029e-8};
-};
-
-template <int C, class F> inline void with_size(long size, F&& f) {
-  if (size == C) return f(std::integral_constant<int, C>());
-  if constexpr (C > 1) with_size<C - 1>(size, f);
-}
-
-template <class S, int BYTES> class Attention {
-  using E = Exp<S>;
-  using I = typename E::Bits;
-  static constexpr long L = BYTES / sizeof(S);
-  typedef S V __attribute__((vector_size(BYTES)));
-  typedef I K __attribute__((vector_size(BYTES)));
-
-  static V larger(V a, V b) { return a > b ? a : b; }
-
-  static void exp_parts(V x, V& scale, V& q) {
-    V shifted = x * S(1.44269504088896340736) + E::magic, k = shifted - E::magic;
-    V r = x - k * E::high;
-    r = r - k * E::low;
-    scale = (V)((K)shifted << E::mantissa);  // the low bits of `shifted` are k plus the bias
-    V p = V{} + E::P[std::size(E::P) - 1];
-    for (int i = int(std::size(E::P)) - 2; i >= 0; --i) p = p * r + E::P[i];
-    q = (r * r) * p + r;
-  }
-  static V exp(V x) {  // x <= 0; below the smallest normal number the result is 0, NaN stays
-    V scale, q;
-    exp_parts(x, scale, q);
-    return x < E::lowest ? V{} : scale * q + scale;
-  }
-  static V tanh(V x) {  // -h / (2 + h), h = e^{-2|x|} - 1, is accurate near 0 too
-    V y = x < 0 ? x + x : -(x + x), scale, q;
-    exp_parts(y, scale, q);
-    V h = y < E::lowest ? V{} - 1 : scale * q + (scale - 1), t = -h / (h + 2);
-    return x < 0 ? -t : t;
-  }
-
-  // The one heavy loop: out(v, c, sum_k A_v[k] b[c, k]) with vectors A_v[k] of heads and numbers b
-  // common to all heads, for N vectors v and columns c in register tiles of N times at most TILE.
-  template <int N, class Out>
-  static inline void product(const V* const (&A)[N], long A_step, const S* b, long b_column,
-                             long b_step, long columns, long length, Out&& out) {
-    for (long parts = (columns + TILE - 1) / TILE, done = 0; parts > 0; --parts) {
-      long width = (columns - done + parts - 1) / parts;
-      with_size<TILE>(width, [&](auto size) {
-        constexpr int C = decltype(size)::value;
-        V sums[N][C] = {};
-        const S* column = b + done * b_column;
-        for (long k = 0; k < length; ++k) {
-          for (int c = 0; c < C; ++c) {
-            S scalar = column[c * b_column + k * b_step];
-            for (int v = 0; v < N; ++v) sums[v][c] += A[v][k * A_step] * scalar;
-          }
-        }
-        for (int c = 0; c < C; ++c)
-          for (int v = 0; v < N; ++v) out(v, done + c, sums[v][c]);
-      });
-      done += width;
-    }
-  }
-  // The same for many rows of vectors, two at a time: row_step apart, out(row, c, sum).
-  template <class Out>
-  static void products(const V* A, long row_step, long rows, long A_step, const S* b, long b_column,
-                       long b_step, long columns, long length, Out&& out) {
-    long row = 0;
-    for (; row + 1 < rows; row += 2)
-      product<2>({A + row * row_step, A + (row + 1) * row_step}, A_step, b, b_column, b_step,
-                 columns, length, [&](int v, long c, V sum) { out(row + v, c, sum); });
-    if (row < rows)
-      product<1>({A + row * row_step}, A_step, b, b_column, b_step, columns, length,
-                 [&](int, long c, V sum) { out(row, c, sum); });
-  }
-
-  // Features of one sample for one tile of heads; a and r only if a is given. Blocks of tokens are
-  // merged by the weights z_1/Z, z_2/Z of the two parts, with their largest logits kept.
-  static __attribute__((noinline)) void attend(const S* x, long T, long d, const V* p, const V* U,
-                                               V* l, V* u, V& s, V* a, V* r) {
-    V top = V{} - std::numeric_limits<S>::infinity(), Z = {};
-    s = V{};
-    for (long done = 0, parts = std::max(1L, (T + TOKENS - 1) / TOKENS); parts > 0; --parts) {
-      const long size = (T - done + parts - 1) / parts;
-      const S* block = x + done * d;
-      V top2 = V{} - std::numeric_limits<S>::infinity(), Z2 = {}, s2 = {};
-      product<2>({p, U}, 1, block, d, 1, size, d, [&](int v, long t, V sum) {
-        (v ? u : l)[t] = sum;
-        if (v == 0) top2 = larger(sum, top2);
-      });
-      for (long t = 0; t < size; ++t) {
-        V e = exp(l[t] - top2);
-        l[t] = e;
-        Z2 += e;
-        s2 += e * u[t];
-      }
-      const bool first = done == 0;
-      const V inverse = 1 / Z2, mean = s2 * inverse, both = larger(top, top2);
-      const V z1 = first ? V{} : Z * exp(top - both), z2 = first ? Z2 : Z2 * exp(top2 - both);
-      const V w1 = z1 / (z1 + z2), w2 = z2 / (z1 + z2), apart = w1 * w2 * (s - mean);
-      if (a) {
-        for (long t = 0; t < size; ++t) u[t] = l[t] * (u[t] - mean);
-        product<2>({l, u}, 1, block, 1, d, d, size, [&](int v, long k, V sum) {
-          V part = sum * inverse;
-          if (first) return void((v ? r : a)[k] = part);
-          if (v == 0) {  // called before v = 1 of the same k: r needs the old a
-            V old = a[k];
-            r[k] = w1 * r[k] + apart * (old - part);
-            a[k] = w1 * old + w2 * part;
-          } else {
-            r[k] += w2 * part;
-          }
-        });
-      }
-      s = first ? mean : w1 * s + w2 * mean;
-      top = both, Z = z1 + z2, done += size;
-    }
-  }
+  struct Worker {  // work space of one thread
+    V *p, *z, *w, *u, *s, *features, *sigma, *factors;
+    S *products, *q, *copies;
+    Tokens<S> samples[SAMPLES];
+    S g[SAMPLES];
+  };
+  struct Slice {
+    V *c, *U, *W;  // gradients, that of W in w = W q for a fixed query
+  };
 
   const Problem& P;
-  const long n, T, d, m, tiles, dW;  // dW: numbers a head of the gradient in W, or in w = W q
-  long B, slices, threads, gradient_size;
-  bool gradients, whole;  // whole: features of all heads are kept until f is known
-  V *U, *W, *c, *V_, *Z, *C, *p, *z;
-  char* partial;
+  const long n, T, d, m, tiles, size_W;
+  const bool gradients, whole;  // whole: the features of all heads are kept until f is known
+  const long B, slices, threads;
+  V *U, *W, *c, *direction, *Z, *C;  // W and Z, or gamma W q and gamma Z q for a fixed query
   S* q;
-  struct Worker {
-    V *p, *z, *l, *u, *features, *sigma, *weights;
-    S *products, *q, *copies, *g;
-    const S* x[SAMPLES];
-    long T[SAMPLES];
-  };
   std::vector<Worker> workers;
-  struct Part { V* sum; };
-  std::vector<Part> parts;
+  std::vector<Slice> parts;
 
-  struct Layout {  // hands out memory; from null it only counts it
-    char* base;
-    size_t used = 0;
-    S* numbers(long count) {
-      size_t at = used;
-      used += (count * sizeof(S) + 127) / 128 * 128;  // no two threads on one cache line
-      return reinterpret_cast<S*>(base + at);
+  size_t plan(char* base) {
+    Layout memory{base};
+    auto vectors = [&](long count) { return reinterpret_cast<V*>(memory.take(count * BYTES)); };
+    auto numbers = [&](long count) { return reinterpret_cast<S*>(memory.take(count * sizeof(S))); };
+    U = vectors(tiles * d), W = vectors(tiles * size_W), c = vectors(tiles), C = vectors(tiles);
+    direction = vectors(P.V ? tiles * d : 0), Z = vectors(P.Z ? tiles * size_W : 0);
+    q = numbers(d);
+    for (Slice& part : parts)
+      part.c = vectors(tiles), part.U = vectors(tiles * d), part.W = vectors(tiles * size_W);
+    for (Worker& k : workers) {
+      k.p = vectors(B * d), k.z = vectors(B * d), k.w = vectors(TOKENS), k.u = vectors(TOKENS);
+      k.s = vectors(B), k.features = vectors((whole ? tiles : 1) * B * 2 * d);
+      k.sigma = vectors(whole ? tiles * B : 0), k.factors = vectors(B);
+      k.products = numbers(whole ? tiles * L * B : 0), k.q = numbers(B * d);
+      k.copies = numbers(P.mask ? B * T * d : 0);
     }
-    V* vectors(long count) { return reinterpret_cast<V*>(numbers(count * L)); }
-  };
-  char* plan(char* base) {
-    Layout layout{base};
-    const long per_head = P.per_sample ? d * d : d;
-    U = layout.vectors(tiles * d), W = layout.vectors(tiles * per_head);
-    c = layout.vectors(tiles), C = layout.vectors(tiles), q = layout.numbers(d);
-    V_ = layout.vectors(P.V ? tiles * d : 0), Z = layout.vectors(P.Z ? tiles * per_head : 0);
-    for (Part& part : parts) part.sum = layout.vectors(gradients ? tiles * (1 + d + per_head) : 0);
-    for (Worker& w : workers) {
-      w.p = layout.vectors(B * d), w.z = layout.vectors(B * d);
-      w.l = layout.vectors(TOKENS), w.u = layout.vectors(TOKENS);
-      w.features = layout.vectors((whole ? tiles : 1) * B * 2 * d);
-      w.sigma = layout.vectors((whole ? tiles : 1) * B), w.weights = layout.vectors(B);
-      w.products = layout.numbers(B * tiles * L), w.q = layout.numbers(B * d);
-      w.copies = layout.numbers(P.mask ? B * T * d : 0), w.g = layout.numbers(B);
-    }
-    return base + layout.used;
+    return memory.used;
   }
 
-  // Tiles of heads from an array (m, size), with zeros for the lanes beyond m.
-  void pack(const void* from, long size, V* to) const {
-    if (!from) return;
-    const S* array = static_cast<const S*>(from);
-    S* lanes = reinterpret_cast<S*>(to);
-    for (long i = 0; i < tiles * L; ++i)
-      for (long k = 0; k < size; ++k)
-        lanes[(i / L * size + k) * L + i % L] = i < m ? array[i * size + k] : 0;
+  void pack_heads(const void* from, long size, V* to) const {
+    pack(static_cast<const S*>(from), m, size, L, reinterpret_cast<S*>(to));
   }
-
-  // Tokens that the mask keeps (a run of them is used where it lies) and scaled queries.
-  void gather(long j0, long b, Worker& w) const {
-    const uint8_t* mask = static_cast<const uint8_t*>(P.mask);
-    for (long j = 0; j < b; ++j) {
-      const S* x = static_cast<const S*>(P.tokens) + (j0 + j) * T * d;
-      w.x[j] = x, w.T[j] = T;
-      if (mask) {
-        const uint8_t* kept = mask + (j0 + j) * T;
-        const long first = std::find(kept, kept + T, 1) - kept;
-        w.T[j] = std::count(kept, kept + T, 1);
-        w.x[j] = x + first * d;
-        if (std::find(kept + first, kept + T, 0) - kept < first + w.T[j]) {
-          S* to = w.copies + j * T * d;
-          w.x[j] = to;
-          for (long t = first; t < T; ++t)
-            if (kept[t]) to = std::copy(x + t * d, x + (t + 1) * d, to);
-        }
-      }
-      if (P.per_sample)
-        for (long k = 0; k < d; ++k)
-          w.q[j * d + k] = S(P.scale) * static_cast<const S*>(P.query)[(j0 + j) * d + k];
-    }
+  void unpack_heads(const V* from, long size, void* to) const {
+    unpack(reinterpret_cast<const S*>(from), m, size, L, static_cast<S*>(to));
   }
-  const V* head_queries(const V* from, long tile, long b, Worker& w, V* to) const {
-    if (!P.per_sample) return from + tile * d;
-    products(from + tile * d * d, d, d, 1, w.q, d, 1, b, d,
-             [&](long k, long j, V sum) { to[j * d + k] = sum; });
-    return to;
+  void pack_queries(const void* from, V* to) const {  // A, or gamma A q for a fixed query
+    if (P.per_sample || !from) return pack_heads(from, size_W, to);
+    std::vector<S> p(m * d);
+    for (long i = 0; i < m * d; ++i)
+      for (long l = 0; l < d; ++l) p[i] += static_cast<const S*>(from)[i * d + l] * q[l];
+    pack_heads(p.data(), d, to);
   }
-  void put(void* array, long j, long tile, V value) const {  // lanes of (n, m)
+  void put(void* array, long j, long tile, V value) const {  // lanes of an array (n, m)
     std::memcpy(static_cast<S*>(array) + j * m + tile * L, &value,
                 sizeof(S) * std::min(L, m - tile * L));
   }
 
-  // Features of a block of samples for one tile of heads, and what the mode makes of them.
-  void heads(long tile, long j0, long b, Worker& w) const {
-    const long step = P.per_sample ? d : 0;
-    const V* p = head_queries(W, tile, b, w, w.p);
-    const V* z = P.Z ? head_queries(Z, tile, b, w, w.z) : nullptr;
+  void gather(long j0, long b, Worker& k) const {  // kept tokens and scaled queries of a block
     for (long j = 0; j < b; ++j) {
-      V s, *a = w.features + ((whole ? tile * B : 0) + j) * 2 * d, *r = a + d;
-      attend(w.x[j], w.T[j], d, p + j * step, U + tile * d, w.l, w.u, s,
-             P.mode == SCORES ? nullptr : a, r);
-      if (P.mode == STEP || P.mode == VJP) {
-        V sigma = tanh(s), product = c[tile] * sigma;  // stored, hence rounded: f is exactly 0
-        w.sigma[tile * B + j] = sigma;                 // where opposite twins cancel
-        std::memcpy(w.products + (j * tiles + tile) * L, &product, BYTES);
-      } else if (P.mode == PULL) {
-        w.weights[j] = V{};
-        std::memcpy(&w.weights[j], static_cast<const S*>(P.given) + (j0 + j) * m + tile * L,
-                    sizeof(S) * std::min(L, m - tile * L));
-      } else if (P.mode == SUMS) {
-        V sigma = tanh(s), value = C[tile] * sigma;
-        value += c[tile] * (1 - sigma * sigma) * slope(a, r, V_ + tile * d, z + j * step);
-        double *sum = static_cast<double*>(P.sum) + j0 + j, *squares = static_cast<double*>(P.squares) + j0 + j;
-        if (tile == 0) *sum = *squares = 0;
-        for (long i = 0; i < L; ++i) *sum += value[i], *squares += double(value[i]) * value[i];
-      } else {
-        put(P.s, j0 + j, tile, s);
-        if (P.mode == SLOPES) put(P.slope, j0 + j, tile, slope(a, r, V_ + tile * d, z + j * step));
-        if (P.mode == FEATURES)
-          for (long i = tile * L; i < std::min(m, (tile + 1) * L); ++i)
-            for (long k = 0; k < d; ++k) {
-              static_cast<S*>(P.a)[((j0 + j) * m + i) * d + k] = a[k][i % L];
-              static_cast<S*>(P.r)[((j0 + j) * m + i) * d + k] = r[k][i % L];
-            }
-      }
+      const S* x = static_cast<const S*>(P.tokens) + (j0 + j) * T * d;
+      k.samples[j] = P.mask ? kept(x, P.mask + (j0 + j) * T, T, d, k.copies + j * T * d)
+                            : Tokens<S>{x, T};
+      for (long i = 0; P.per_sample && i < d; ++i)
+        k.q[j * d + i] = S(P.scale) * static_cast<const S*>(P.query)[(j0 + j) * d + i];
     }
   }
-  V slope(const V* a, const V* r, const V* direction, const V* z) const {
+  const V* head_queries(const V* from, long tile, long b, const Worker& k, V* to) const {
+    if (!P.per_sample) return from + tile * d;
+    products(from + tile * size_W, d, d, 1, k.q, d, 1, b, d,
+             [&](long row, long j, V sum) { to[j * d + row] = sum; });
+    return to;
+  }
+  V slope(const V* a, long tile, const V* z) const {  // s' = V.a + r.(gamma Z q)
     V sum = {};
-    for (long k = 0; k < d; ++k) sum += direction[k] * a[k] + r[k] * z[k];
+    for (long i = 0; i < d; ++i) sum += direction[tile * d + i] * a[i] + a[d + i] * z[i];
     return sum;
   }
 
-  // f_j, with the products c_i sigma_i of a pair added first, and g_j m^{-1/2}.
-  void values(long j0, long b, Worker& w) const {
-    const S norm = 1 / std::sqrt(S(m)), *given = static_cast<const S*>(P.given) + j0;
+  // Features of a block of samples for one tile of heads, and what the mode makes of them.
+  void heads(long tile, long j0, long b, Worker& k) const {
+    V* features = k.features + (whole ? tile * B * 2 * d : 0);
+    const long step = P.per_sample ? d : 0;
+    const V* p = head_queries(W, tile, b, k, k.p);
+    const V* z = P.Z ? head_queries(Z, tile, b, k, k.z) : nullptr;
+    attend(k.samples, b, d, p, step, U + tile * d, k.w, k.u, k.s,
+           P.mode == SCORES ? nullptr : features);
     for (long j = 0; j < b; ++j) {
-      S g = given[j];
+      const V s = k.s[j], *a = features + j * 2 * d, *r = a + d;
+      if (whole) {
+        const V sigma = tanh(s), product = c[tile] * sigma;
+        k.sigma[tile * B + j] = sigma;
+        std::memcpy(k.products + (j * tiles + tile) * L, &product, BYTES);
+      } else if (P.mode == PULL) {
+        k.factors[j] = V{};
+        std::memcpy(&k.factors[j], static_cast<const S*>(P.given) + (j0 + j) * m + tile * L,
+                    sizeof(S) * std::min(L, m - tile * L));
+      } else if (P.mode == SUMS) {
+        const V sigma = tanh(s), along = slope(a, tile, z + j * step);
+        const V value = C[tile] * sigma + c[tile] * (1 - sigma * sigma) * along;
+        if (tile == 0) P.sum[j0 + j] = P.squares[j0 + j] = 0;
+        for (long i = 0; i < L; ++i)
+          P.sum[j0 + j] += value[i], P.squares[j0 + j] += double(value[i]) * double(value[i]);
+      } else {
+        put(P.s, j0 + j, tile, s);
+        if (P.mode == SLOPES) put(P.slope, j0 + j, tile, slope(a, tile, z + j * step));
+        if (P.mode == FEATURES)
+          for (long i = tile * L, at = ((j0 + j) * m + i) * d; i < std::min(m, tile * L + L); ++i)
+            for (long l = 0; l < d; ++l, ++at)
+              static_cast<S*>(P.a)[at] = a[l][i % L], static_cast<S*>(P.r)[at] = r[l][i % L];
+      }
+    }
+  }
+
+  // f_j and g_j m^{-1/2}. The products c_i sigma_i were rounded when they were stored, and those of
+  // a pair (i, i + m/2) are added first: opposite twins cancel exactly.
+  void values(long j0, long b, Worker& k) const {
+    const S norm = 1 / std::sqrt(S(m));
+    for (long j = 0; j < b; ++j) {
+      S g = static_cast<const S*>(P.given)[j0 + j];
       if (P.mode == STEP) {
-        const S* first = w.products + j * tiles * L;
-        V sums = {};
-        long half = m / 2, i = 0;
-        for (; i + L <= half; i += L) {
-          V one, two;
-          std::memcpy(&one, first + i, BYTES), std::memcpy(&two, first + i + half, BYTES);
-          sums += one + two;
-        }
-        S f = 0;
-        for (long lane = 0; lane < L; ++lane) f += sums[lane];
-        for (; i < half; ++i) f += first[i] + first[i + half];
+        const S *first = k.products + j * tiles * L, *second = first + m / 2;
+        S lanes[L] = {}, f = 0;
+        for (long i = 0; i < m / 2; ++i) lanes[i % L] += first[i] + second[i];
+        for (S lane : lanes) f += lane;
         if (m % 2) f += first[m - 1];
         static_cast<S*>(P.f)[j0 + j] = f *= norm;
         g = 2 / S(n) * (f - g);
       }
-      w.g[j] = norm * g;
+      k.g[j] = norm * g;
     }
   }
 
-  // Gradients of a block for one tile: sum_j g c sigma' (a, r q^T), the weights given if PULL.
-  void pull(long tile, long b, Worker& w, V* part) const {
-    V *features = w.features + (whole ? tile * B * 2 * d : 0), *a = features, *r = features + d;
-    V *grad_U = part + tiles + tile * d, *grad_W = part + tiles * (1 + d) + tile * dW;
-    if (whole)
-      for (long j = 0; j < b; ++j) {
-        V sigma = w.sigma[tile * B + j];
-        part[tile] += w.g[j] * sigma;
-        w.weights[j] = w.g[j] * c[tile] * (1 - sigma * sigma);
-      }
-    for (long k = 0; k < d; ++k) {
+  // What a block adds to the gradients of one tile: sum_j factor_j (a, r q^T), factor = g c sigma'.
+  void pull(long tile, long b, Worker& k, const Slice& part) const {
+    V *a = k.features + (whole ? tile * B * 2 * d : 0), *r = a + d;
+    V *grad_U = part.U + tile * d, *grad_W = part.W + tile * size_W;
+    for (long j = 0; whole && j < b; ++j) {
+      const V sigma = k.sigma[tile * B + j];
+      part.c[tile] += k.g[j] * sigma;
+      k.factors[j] = k.g[j] * c[tile] * (1 - sigma * sigma);
+    }
+    for (long i = 0; i < d; ++i) {
       V in_U = {}, in_w = {};
       for (long j = 0; j < b; ++j) {
-        V& along = r[j * 2 * d + k];
-        in_U += w.weights[j] * a[j * 2 * d + k];
-        along *= w.weights[j];
-        in_w += along;
+        in_U += k.factors[j] * a[j * 2 * d + i];
+        in_w += r[j * 2 * d + i] *= k.factors[j];
       }
-      grad_U[k] += in_U;
-      if (!P.per_sample) grad_W[k] += in_w;
+      grad_U[i] += in_U;
+      if (!P.per_sample) grad_W[i] += in_w;
     }
     if (P.per_sample)
-      products(r, 1, d, 2 * d, w.q, 1, d, d, b,
-               [&](long k, long l, V sum) { grad_W[k * d + l] += sum; });
+      products(r, 1, d, 2 * d, k.q, 1, d, d, b,
+               [&](long row, long l, V sum) { grad_W[row * d + l] += sum; });
   }
 
-  void slice(long index, Worker& w) const {
-    V* part = gradients ? parts[index].sum : nullptr;
-    if (gradients) std::fill(part, part + tiles * (1 + d + dW), V{});
+  void slice(long index, Worker& k) const {
+    if (gradients) std::fill(parts[index].c, parts[index].W + tiles * size_W, V{});
     for (long j = n * index / slices, last = n * (index + 1) / slices; j < last; j += B) {
       const long b = std::min(B, last - j);
-      gather(j, b, w);
+      gather(j, b, k);
       for (long tile = 0; tile < tiles; ++tile) {
-        heads(tile, j, b, w);
-        if (P.mode == PULL) pull(tile, b, w, part);
+        heads(tile, j, b, k);
+        if (P.mode == PULL) pull(tile, b, k, parts[index]);
       }
-      if (!whole) continue;
-      values(j, b, w);
-      for (long tile = 0; tile < tiles; ++tile) pull(tile, b, w, part);
+      if (whole) values(j, b, k);
+      for (long tile = 0; whole && tile < tiles; ++tile) pull(tile, b, k, parts[index]);
     }
   }
 
-  // Slices are added in order, whatever thread computed them, and brought to (m, size).
-  void reduce() const {
+  void add_slices() const {
+    const Slice& total = parts[0];
     for (size_t i = 1; i < parts.size(); ++i)
-      for (long k = 0; k < tiles * (1 + d + dW); ++k) parts[0].sum[k] += parts[i].sum[k];
-    const S* sum = reinterpret_cast<const S*>(parts[0].sum);
-    S *grad_c = static_cast<S*>(P.grad_c), *grad_U = static_cast<S*>(P.grad_U), *grad_W = static_cast<S*>(P.grad_W);
-    for (long i = 0; i < m; ++i) {
-      auto at = [&](long start, long size, long k) { return sum[(tiles * start + i / L * size + k) * L + i % L]; };
-      if (grad_c) grad_c[i] = at(0, 1, 0);
-      for (long k = 0; k < d; ++k) grad_U[i * d + k] = at(1, d, k);
-      for (long k = 0; k < d; ++k)
-        for (long l = 0; l < d; ++l)
-          grad_W[(i * d + k) * d + l] = P.per_sample ? at(1 + d, d * d, k * d + l) : at(1 + d, d, k) * q[l];
-    }
+      for (long k = 0; k < total.W + tiles * size_W - total.c; ++k) total.c[k] += parts[i].c[k];
+    if (P.grad_c) unpack_heads(total.c, 1, P.grad_c);
+    unpack_heads(total.U, d, P.grad_U);
+    if (P.per_sample) return unpack_heads(total.W, d * d, P.grad_W);
+    std::vector<S> in_w(m * d);
+    unpack_heads(total.W, d, in_w.data());
+    for (long i = 0; i < m * d; ++i)
+      for (long l = 0; l < d; ++l) static_cast<S*>(P.grad_W)[i * d + l] = in_w[i] * q[l];
   }
 
  public:
   explicit Attention(const Problem& problem)
-      : P(problem), n(P.n), T(P.T), d(P.d), m(P.m), tiles((m + L - 1) / L), dW(P.per_sample ? d * d : d) {
-    gradients = P.mode >= STEP, whole = P.mode == STEP || P.mode == VJP;
-    const long room = 1 << 18, features = (whole ? tiles : 1) * 2 * d * BYTES;
-    B = std::clamp(room / std::max(features, T * d * long(sizeof(S))), 1L, SAMPLES);
-    slices = std::clamp(long(double(n) * T * m * d / (1 << 18)), 1L, std::min(n, SLICES));
-    threads = std::clamp(long(P.threads), 1L, slices);
-    workers.resize(threads), parts.resize(gradients ? slices : 0);
-  }
+      : P(problem), n(P.n), T(P.T), d(P.d), m(P.m), tiles((m + L - 1) / L),
+        size_W(P.per_sample ? d * d : d), gradients(P.mode >= STEP),
+        whole(P.mode == STEP || P.mode == VJP),
+        B(std::clamp(CACHE / std::max((whole ? tiles : 1) * 2 * d * BYTES, T * d * long(sizeof(S))),
+                     1L, SAMPLES)),
+        slices(std::clamp(long(double(n) * T * m * d / WORK), 1L, std::min(n, SLICES))),
+        threads(std::clamp(long(P.threads), 1L, slices)),
+        workers(threads), parts(gradients ? slices : 0) {}
 
   void run() {
-    thread_local struct Memory {  // kept between the calls of a training run
-      char* base = nullptr;
-      size_t size = 0;
-      ~Memory() { std::free(base); }
-    } memory;
-    const size_t size = plan(nullptr) - static_cast<char*>(nullptr);
-    if (size > memory.size) {
-      std::free(memory.base);
-      memory.size = 0, memory.base = static_cast<char*>(std::aligned_alloc(128, size));
-      if (!memory.base) throw std::bad_alloc();
-      memory.size = size;
-    }
+    static thread_local Memory memory;
+    memory.reserve(plan(nullptr));
     plan(memory.base);
-    pack(P.U, d, U), pack(P.c, 1, c), pack(P.C, 1, C), pack(P.V, d, V_);
-    if (P.per_sample) {
-      pack(P.W, d * d, W), pack(P.Z, d * d, Z);
-    } else {
-      for (long k = 0; k < d; ++k) q[k] = S(P.scale) * static_cast<const S*>(P.query)[k];
-      fixed_queries(P.W, W), fixed_queries(P.Z, Z);
-    }
+    for (long i = 0; i < d && !P.per_sample; ++i)
+      q[i] = S(P.scale) * static_cast<const S*>(P.query)[i];
+    pack_heads(P.U, d, U), pack_heads(P.c, 1, c), pack_heads(P.C, 1, C);
+    pack_heads(P.V, d, direction), pack_queries(P.W, W), pack_queries(P.Z, Z);
     std::atomic<long> next{0};
-    auto work = [&](Worker& w) {
-      for (long i; (i = next++) < slices;) slice(i, w);
+    auto work = [&](Worker& k) {
+      for (long i; (i = next++) < slices;) slice(i, k);
     };
     std::vector<std::thread> others;
     try {
       for (long i = 1; i < threads; ++i) others.emplace_back(work, std::ref(workers[i]));
-    } catch (const std::system_error&) {  // no thread to be had: the slices wait for this one
+    } catch (const std::system_error&) {  // no thread to be had: this one takes all slices
     }
     work(workers[0]);
     for (std::thread& other : others) other.join();
-    if (gradients) reduce();
-    if (memory.size > (64u << 20)) std::free(memory.base), memory.base = nullptr, memory.size = 0;
-  }
-  void fixed_queries(const void* from, V* to) const {  // gamma W q of all heads
-    if (!from) return;
-    std::fill(to, to + tiles * d, V{});
-    for (long i = 0; i < m; ++i)
-      for (long k = 0; k < d; ++k) {
-        S sum = 0;
-        for (long l = 0; l < d; ++l) sum += static_cast<const S*>(from)[(i * d + k) * d + l] * q[l];
-        reinterpret_cast<S*>(to)[(i / L * d + k) * L + i % L] = sum;
-      }
+    if (gradients) add_slices();
+    if (memory.size > (64u << 20)) memory.release();
   }
 };
 
+// Half the vector where that holds all heads: m = 8 does not fill 16 lanes.
 template <class S> int run(const Problem* problem) try {
-  constexpr int WIDE = LANES_BYTES;
-  if (WIDE > 16 && problem->m <= long(WIDE / 2 / sizeof(S)))
-    Attention<S, (WIDE > 16 ? WIDE / 2 : WIDE)>(*problem).run();
+  constexpr int WIDE = LANES_BYTES, HALF = WIDE > 32 ? WIDE / 2 : WIDE;
+  if (problem->m * long(sizeof(S)) <= HALF)
+    Attention<S, HALF>(*problem).run();
   else
     Attention<S, WIDE>(*problem).run();
   return 0;

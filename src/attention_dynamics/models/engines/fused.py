@@ -98,7 +98,7 @@ class Fused:
     def sums(
         self, inputs: Inputs, parameters: Parameters, tangent: Parameters, scale: float
     ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-        r""":math:`\sum_i z_i` and :math:`\sum_i z_i^2` in float64, each (n,), without arrays (n, m):
+        r""":math:`\sum_i z_i` and :math:`\sum_i z_i^2` in float64, each (n,), no array (n, m):
 
         .. math:: z_i = v_{c,i} \tanh s_i + c_i \tanh'(s_i)\, s'_i, \qquad v = \text{tangent.}
         """

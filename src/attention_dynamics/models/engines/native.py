@@ -27,7 +27,15 @@ INSTRUCTION_SETS = {
     "AVX2": ("-mavx2", "-mfma"),
 }
 # -ffast-math would delete the rounding tricks of exp; contraction and no errno are all it needs.
-FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+)
 
 
 class Unavailable(RuntimeError):
@@ -68,7 +76,10 @@ def library(source: str, folder: Path | None = None) -> ctypes.CDLL:
     capability = instruction_set()
     extra = INSTRUCTION_SETS.get(capability, ())
     key = hashlib.sha256()
-    for part in (path.read_bytes(), found.encode(), _version(found), platform.machine().encode()):
+    # A source may include any header beside it.
+    for text in (path, *sorted(path.parent.glob("*.h"))):
+        key.update(text.read_bytes())
+    for part in (found.encode(), _version(found), platform.machine().encode()):
         key.update(part)
     key.update(" ".join((*FLAGS, *extra)).encode())
     name = f"{path.stem}-{capability.lower()}-{key.hexdigest()[:16]}.so"
