@@ -2,7 +2,6 @@ r"""Projected gradient descent (ProjGD, ProjSGD) with its averaged, best and fin
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,8 +17,11 @@ from attention_dynamics.models.parameters import Parameters
 from attention_dynamics.models.shallow import ShallowTransformer
 from attention_dynamics.training.objective import Objective
 from attention_dynamics.training.projection import ProjectionSet, Radii, require_radii
-from attention_dynamics.training.tracking import BestIterate, History, RunningAverage
+from attention_dynamics.training.tracking import Evaluation, History, Monitor, Trajectory
+from attention_dynamics.training.update import update_for
 from attention_dynamics.validation import require_integer, require_number
+
+_LOOK_EVERY = 64  # steps between two looks at the losses on an accelerator
 
 Held = tuple[Float[Tensor, "n T d"], Float[Tensor, " n"]]
 HeldMasked = tuple[Float[Tensor, "n T d"], Float[Tensor, " n"], Bool[Tensor, "n T"]]
@@ -129,6 +131,7 @@ def projected_gradient_descent(
     *,
     validation: Held | HeldMasked | None = None,
     mask: Bool[Tensor, "n T"] | None = None,
+    engine: str = "auto",
     progress: bool = False,
 ) -> DescentResult:
     r"""
@@ -138,7 +141,7 @@ def projected_gradient_descent(
     ``tokens`` (n, T, d), ``targets`` (n,), ``mask`` (n, T) True = keep; ``validation`` is (tokens,
     targets) or (tokens, targets, mask). Everything is checked once, before the first step. The
     centre of :math:`\Omega_\rho` is the model as it comes in, and the model is left at the final
-    iterate; ``progress`` shows a tqdm bar.
+    iterate; ``engine`` computes losses and gradients; ``progress`` shows a tqdm bar.
 
     With a validation set, and for ProjSGD, the monitored loss is evaluated at recorded steps only;
     for ProjGD without one it comes with each gradient, hence at every step. For ProjSGD ``loss``
@@ -151,57 +154,69 @@ def projected_gradient_descent(
     or TypeError for wrong shapes, dtypes, NaN or infinity, FloatingPointError when the loss stops
     being finite; the model is then as it came in. Source: arXiv 2601.16514, ProjGD and ProjSGD.
     """
-    training = Objective.of(model, tokens, targets, mask)
-    held = None if validation is None else _held(model, validation)
+    training = Objective.of(model, tokens, targets, mask, engine=engine)
+    held = None if validation is None else _held(model, validation, engine)
     radii = Radii(None, None, None) if config.radii is None else config.radii
     if config.transport_norms is not None:
         _warn_small_radii(radii, config.transport_norms)
         _warn_long_tokens(training.tokens)
     initial = model.snapshot()
-    region = ProjectionSet(initial, radii)
     batches = None if config.batch_size is None else _batches(training, config)
 
+    window, limits = _window(initial), ProjectionSet(initial, radii).limits()
+    update = update_for(initial, limits, config.eta, window + 2)
+    trajectory = Trajectory(update, window)
+    history = History(update, config.steps // config.record_every + 2)
+    monitor = Monitor(config, history, update.iterates)
     every_step = batches is None and held is None  # the monitored loss comes with the gradient
-    history, average = History(region), RunningAverage(initial)
-    best = BestIterate(config.patience, config.relative_improvement)
-    phi, moved, stopped = initial, initial.minus(initial).block_norms(), False
     for k in _steps(config, progress):
+        slot, phi = trajectory.slot, trajectory.phi
         objective = training if batches is None else next(batches)
-        loss, gradients = objective.loss_and_gradients(phi)
-        value = _finite(loss, "loss", k, config)
+        step_loss, gradients = objective.loss_and_gradients(phi)
+        loss = held_loss = None
         recorded = k == config.steps or k % config.record_every == 0
         if recorded or every_step:
-            row_gradients = gradients
+            loss, whole = step_loss, gradients
             if batches is not None:
-                loss, row_gradients = training.loss_and_gradients(phi)
-                value = _finite(loss, "loss", k, config)
-            held_value = None
+                loss, whole = training.loss_and_gradients(phi)
             if held is not None:
-                held_value = _finite(held.loss(phi), "validation loss", k, config)
-            best.update(k, value if held_value is None else held_value, phi)
-            stopped = best.exhausted and k < config.steps
-            if recorded or stopped:
-                history.record(k, value, held_value, row_gradients, moved)
-        if k == config.steps or stopped:
-            break
-        average.add(phi)
-        candidate = phi.zip(gradients, lambda p, g: torch.sub(p, g, alpha=config.eta))
-        phi, moved = region.project_with_norms(candidate)
+                held_loss = held.loss(phi)
+            if recorded or config.patience is not None:
+                update.measure(slot, whole)
+        noted = monitor.note(Evaluation(k, slot, recorded, step_loss, loss, held_loss))
+        if noted == window or k == config.steps:
+            end = monitor.look()
+            if end is not None or k == config.steps:
+                break
+            trajectory.settle(monitor.best_slot)
+        trajectory.advance(gradients)
 
-    model.load(phi)
-    assert best.parameters is not None  # step 0 is always evaluated
+    trajectory.settle(monitor.best_slot, end=slot if end is None else end.slot)
+    final = trajectory.phi.clone()
+    model.load(final)
     return DescentResult(
         initial=initial,
-        final=phi,
-        averaged=average.mean(),
-        best=best.parameters,
-        best_step=best.step,
-        best_loss=best.loss,
-        steps_taken=k,
-        stopped_early=stopped,
+        final=final,
+        averaged=trajectory.mean(),
+        best=update.iterates[monitor.best_slot].clone(),
+        best_step=monitor.best.step,
+        best_loss=monitor.best.loss,
+        steps_taken=trajectory.steps_taken,
+        stopped_early=end is not None,
         step_size=config.eta,
         history=history.frame(),
     )
+
+
+def _window(parameters: Parameters) -> int:
+    """Iterates between two looks at the losses: one on the CPU, where looking costs nothing.
+
+    On an accelerator a look waits for all work before it, and the iterates since the last one are
+    kept, in up to 2^26 numbers.
+    """
+    if parameters.U.device.type == "cpu":
+        return 1
+    return max(1, min(_LOOK_EVERY, 2**26 // sum(block.numel() for block in parameters)))
 
 
 def _steps(config: DescentConfig, progress: bool) -> Iterable[int]:
@@ -215,35 +230,26 @@ def _steps(config: DescentConfig, progress: bool) -> Iterable[int]:
 
 
 def _batches(training: Objective, config: DescentConfig) -> Iterator[Objective]:
+    """Batches drawn with replacement; those of many steps are gathered at once, then sliced."""
+    assert config.batch_size is not None
     stream = named_generator(config.seed, "projected gradient descent", "batches")
-    samples, device = training.targets.shape[0], training.targets.device
+    samples, device, size = training.targets.shape[0], training.targets.device, config.batch_size
+    together = max(1, min(config.steps, 64, 2**18 // (size * training.tokens[0].numel())))
     while True:
-        index = torch.randint(samples, (config.batch_size,), generator=stream)  # type: ignore[arg-type]
-        yield training.rows(index.to(device))
+        index = torch.randint(samples, (together * size,), generator=stream)
+        drawn = training.rows(index.to(device))
+        for start in range(0, together * size, size):
+            yield drawn.rows(slice(start, start + size))
 
 
-def _held(model: ShallowTransformer, validation: Held | HeldMasked) -> Objective:
+def _held(model: ShallowTransformer, validation: Held | HeldMasked, engine: str) -> Objective:
     if not isinstance(validation, tuple | list) or len(validation) not in (2, 3):
         raise TypeError(
             "validation: expected (tokens, targets) or (tokens, targets, mask), got "
             f"{type(validation).__name__}"
             + (f" of {len(validation)}" if isinstance(validation, tuple | list) else "")
         )
-    return Objective.of(model, *validation, name="validation")
-
-
-def _finite(loss: Tensor, name: str, step: int, config: DescentConfig) -> float:
-    value = float(loss)
-    if not math.isfinite(value):
-        remedy = (
-            "the descent diverged: reduce step_size, or bound the parameters with radii"
-            if step
-            else "it overflows before the first step: rescale the targets, or use float64"
-        )
-        raise FloatingPointError(
-            f"{name}: {value} at step {step} with step_size = {config.eta:.4g}; {remedy}"
-        )
-    return value
+    return Objective.of(model, *validation, name="validation", engine=engine)
 
 
 def _warn_long_tokens(tokens: Tensor) -> None:

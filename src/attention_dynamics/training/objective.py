@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attention_dynamics.models import shallow
+from attention_dynamics.models._network import head_sum, twin_heads
+from attention_dynamics.models._pass import Inputs, prepare
 from attention_dynamics.models.activations import Activation
-from attention_dynamics.models.attention import Query
+from attention_dynamics.models.engines import selection
+from attention_dynamics.models.engines.base import Engine
 from attention_dynamics.models.parameters import Parameters
 from attention_dynamics.models.shallow import ShallowTransformer
 from attention_dynamics.validation import (
@@ -25,13 +27,12 @@ from attention_dynamics.validation import (
 class Objective:
     r""":math:`L_n(\phi) = \frac1n \sum_j (f(X_j; \phi) - y_j)^2` on fixed data, unchecked.
 
-    Build it with :meth:`of`, which checks the data once.
+    Build it with :meth:`of`, which checks the data once and lays them out as an engine reads them:
+    contiguous, padding zeroed, the query "last" replaced by the last valid tokens.
     """
 
-    tokens: Float[Tensor, "n T d"]
+    inputs: Inputs
     targets: Float[Tensor, " n"]
-    mask: Bool[Tensor, "n T"] | None
-    query: Query
     activation: Activation
     scale: float
     engine: str = "auto"
@@ -76,30 +77,53 @@ class Objective:
         )
         require_floating(f"{prefix}targets", targets, model.U.dtype)
         require_finite(f"{prefix}targets", targets)
-        return cls(tokens, targets, mask, model.query, model.activation, model.scale, engine)
+        inputs = prepare(tokens, model.query, mask, dimension=model.dimension, validate=False)
+        tokens, query, mask = inputs
+        inputs = Inputs(
+            tokens.contiguous(), query.contiguous(), None if mask is None else mask.contiguous()
+        )
+        return cls(inputs, targets.contiguous(), model.activation, model.scale, engine)
+
+    @property
+    def tokens(self) -> Float[Tensor, "n T d"]:
+        """The tokens, padding zeroed."""
+        return self.inputs.tokens
+
+    @property
+    def mask(self) -> Bool[Tensor, "n T"] | None:
+        """The mask, True = keep, or None."""
+        return self.inputs.mask
 
     def loss(self, parameters: Parameters) -> Float[Tensor, ""]:
         r""":math:`L_n(\phi)`, 0-d."""
-        return shallow.loss(
-            parameters, self.tokens, self.targets, query=self.query, activation=self.activation,
-            scale=self.scale, mask=self.mask, engine=self.engine, validate=False,
-        )  # fmt: skip
+        c, U, W = parameters
+        s = self._chosen(parameters).scores(self.inputs, U, W, self.scale)
+        values = head_sum(c, self.activation.value(s), twin_heads(parameters))
+        return (values - self.targets).square().mean()
 
     def loss_and_gradients(self, parameters: Parameters) -> tuple[Float[Tensor, ""], Parameters]:
         r""":math:`L_n(\phi)` and :math:`\nabla L_n(\phi)` by the closed form."""
-        return shallow.loss_and_gradients(
-            parameters, self.tokens, self.targets, query=self.query, activation=self.activation,
-            scale=self.scale, mask=self.mask, engine=self.engine, validate=False,
-        )  # fmt: skip
-
-    def rows(self, index: Tensor) -> Objective:
-        r""":math:`L` on the samples ``index`` (b,), repeated as often as they occur in it."""
-        return Objective(
-            self.tokens[index],
-            self.targets[index],
-            None if self.mask is None else self.mask[index],
-            self.query,
-            self.activation,
-            self.scale,
-            self.engine,
+        values, gradients = self._chosen(parameters).step(
+            self.inputs, parameters, self.activation, self.scale, self.targets
         )
+        return (values - self.targets).square().mean(), gradients
+
+    def rows(self, index: Tensor | slice) -> Objective:
+        r""":math:`L` on the samples ``index`` (b,), repeated as often as they occur in it.
+
+        A slice copies nothing.
+        """
+
+        def taken(data: Tensor) -> Tensor:
+            return data[index] if isinstance(index, slice) else data.index_select(0, index)
+
+        tokens, query, mask = self.inputs
+        inputs = Inputs(
+            taken(tokens),
+            query if query.ndim == 1 else taken(query),
+            None if mask is None else taken(mask),
+        )
+        return Objective(inputs, taken(self.targets), self.activation, self.scale, self.engine)
+
+    def _chosen(self, parameters: Parameters) -> Engine:
+        return selection.choose(self.engine, self.inputs, parameters.heads, *parameters)
