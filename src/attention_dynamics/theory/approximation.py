@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from scipy import integrate, special, stats
+import numpy as np
+from scipy import integrate, optimize, special, stats
 
 from attention_dynamics.models.activations import Activation, get_activation
 from attention_dynamics.theory.bounds import InputBounds, require_inputs
-from attention_dynamics.theory.constants import block_slope
+from attention_dynamics.theory.constants import Real, block_slope
 from attention_dynamics.theory.transport import TransportNorms
 from attention_dynamics.validation import require_integer
 
@@ -23,9 +24,9 @@ def value_radius(heads: int, dimension: int, delta: float, *, paired: bool = Tru
 
     Raises ValueError for sizes below 1, odd m of paired heads, or a delta outside (0, 1).
     """
-    N = _independent_heads(heads, paired)
+    N = independent_heads(heads, paired)
     require_integer("dimension", dimension, minimum=1)
-    _probability("delta", delta)
+    require_probability("delta", delta)
     # Through the upper tail, where (1 - delta)^(1/N) would round to 1.
     tail = -math.expm1(math.log1p(-delta) / N)
     return math.sqrt(float(stats.chi2.isf(tail, dimension)))
@@ -39,9 +40,9 @@ def value_radius_bound(heads: int, dimension: int, delta: float, *, paired: bool
 
     Raises ValueError for sizes below 1, odd m of paired heads, or a delta outside (0, 1).
     """
-    N = _independent_heads(heads, paired)
+    N = independent_heads(heads, paired)
     require_integer("dimension", dimension, minimum=1)
-    _probability("delta", delta)
+    require_probability("delta", delta)
     return math.sqrt(dimension) + math.sqrt(2 * math.log(N / delta))
 
 
@@ -95,9 +96,9 @@ def approximation_bound(
     Raises ValueError for sizes below 1, odd m of paired heads, or probabilities outside (0, 1),
     TypeError if ``inputs`` is something else.
     """
-    N, bounds = _independent_heads(heads, paired), require_inputs(inputs)
-    _probability("delta", delta)
-    _probability("delta_prime", delta_prime)
+    N, bounds = independent_heads(heads, paired), require_inputs(inputs)
+    require_probability("delta", delta)
+    require_probability("delta_prime", delta_prime)
     if samples is not None:
         require_integer("samples", samples, minimum=1)
     s0, s1, _ = get_activation(activation).bounds
@@ -117,6 +118,98 @@ def approximation_bound(
         sup = B * math.sqrt(2 * math.log(2 * samples / delta) / N) + bias
     rms = math.sqrt(V / N) + B * math.sqrt(2 * math.log(1 / delta) / N) + bias
     return ApproximationBound(sup, rms, bias, B, V, R0)
+
+
+def head_second_moment(
+    norms: TransportNorms, *, inputs: InputBounds, activation: str | Activation = "tanh"
+) -> float:
+    r"""
+    .. math:: \mathbb E\, z(X)^2 \le V_1 = g(1)^2 = \bigl(s_0\nu_c + s_1 P_\nu(1)\bigr)^2
+        \quad\text{for every } X \text{ and every dimension } d.
+
+    M depends on W only and U is independent of W, so
+    :math:`\mathbb E_U \|MU\|^2 = \operatorname{tr} M^2 \le (b^2 - \|a\|^2)^2`: on average MU is as
+    short as for :math:`\|U\| = 1`. Minkowski's inequality, first over U given W, then over W, gives
+    the root. By Jensen :math:`|\tilde f(X; v)| \le g(1)` as well. Units: the target's, squared.
+    Derived here; arXiv 2601.16514 has the rate that follows from it, not the constant.
+
+    Raises TypeError if ``inputs`` is something else, ValueError for an unknown activation.
+    """
+    bounds = require_inputs(inputs)
+    s0, s1, _ = get_activation(activation).bounds
+    return (s0 * norms.c + s1 * float(block_slope(1.0, norms.U, norms.W, **bounds))) ** 2
+
+
+class BernsteinBound(NamedTuple):
+    r"""Bounds of :math:`\max_j |e_j|` (``sup``, None without n) and of its root mean square."""
+
+    sup: float | None
+    rms: float
+
+
+def bernstein_approximation_bound(
+    norms: TransportNorms,
+    heads: int,
+    dimension: int,
+    *,
+    delta: float,
+    inputs: InputBounds,
+    samples: int | None = None,
+    activation: str | Activation = "tanh",
+    paired: bool = True,
+) -> BernsteinBound:
+    r"""
+    .. math:: \max_{j \le n} |e_j| \le r\bigl(\log(2n/\delta)\bigr), \qquad
+        \Bigl(\tfrac1n \sum_j e_j^2\Bigr)^{1/2} \le r\bigl(\log(2/\delta)\bigr), \\
+        r(t) = \inf_{\lambda > 0} \frac1\lambda \Bigl(\frac tN + \frac{\lambda^2 V_1}2
+        + \mathbb E\, h\bigl(\lambda (g(\|U\|) + g(1))\bigr)\Bigr)
+        = \sqrt{2 V_1 t/N} + O(d\,t/N), \qquad h(x) = e^x - 1 - x - x^2/2,
+
+    each with probability at least :math:`1 - \delta`, with :math:`e_j`, g and N of
+    :func:`approximation_bound` and :math:`V_1` of :func:`head_second_moment`. The leading term has
+    no d and neither term has :math:`\log m`, :math:`R_0`, a bias or :math:`\delta'`.
+
+    Proof: :math:`\xi_i = z_i - \mathbb E z_i`, as vectors in :math:`L^2` of the samples, have
+    :math:`\|\xi_i\| \le g(\|U_i\|) + g(1)`, and
+    :math:`\mathbb E \cosh(\lambda\|\sum_i \xi_i\|) \le \prod_i \bigl(1 +
+    \mathbb E[e^{\lambda\|\xi_i\|} - 1 - \lambda\|\xi_i\|]\bigr)` (Pinelis 1994: the Hessian of
+    :math:`\cosh\|x\|` is at most :math:`\cosh\|x\|`). Markov's inequality and
+    :math:`e^x - 1 - x = x^2/2 + h(x)` finish. For one sample this is Bernstein's inequality, and a
+    union over 2n signs gives the maximum. Every :math:`\lambda` gives a bound, so the search for
+    the best one costs no rigour.
+
+    Raises ValueError for sizes below 1, odd m of paired heads, or delta outside (0, 1), TypeError
+    if ``inputs`` is something else.
+    """
+    N, bounds = independent_heads(heads, paired), require_inputs(inputs)
+    require_integer("dimension", dimension, minimum=1)
+    require_probability("delta", delta)
+    if samples is not None:
+        require_integer("samples", samples, minimum=1)
+    V = head_second_moment(norms, inputs=inputs, activation=activation)
+    s0, s1, _ = get_activation(activation).bounds
+
+    def size(R: Real) -> Real:
+        return s0 * norms.c + s1 * block_slope(R, norms.U, norms.W, **bounds) + math.sqrt(V)
+
+    # |xi| grows at most by this with |U|: the exponential moves the weight that far outwards.
+    growth = s1 * inputs.token_bound**2 * inputs.query_bound * norms.W
+
+    def radius(t: float) -> float:
+        if V == 0.0:
+            return 0.0
+        start = math.log(math.sqrt(2 * t / (N * V)))
+
+        def at(log_rate: float) -> float:
+            rate = math.exp(log_rate)
+            higher = _exponential_remainder(size, rate, rate * growth, dimension)
+            return (t / N + rate**2 * V / 2 + higher) / rate
+
+        found = optimize.minimize_scalar(at, bounds=(start - 5.0, start), method="bounded")
+        return float(found.fun)
+
+    sup = None if samples is None else radius(math.log(2 * samples / delta))
+    return BernsteinBound(sup, radius(math.log(2 / delta)))
 
 
 def target_bound(
@@ -159,7 +252,32 @@ def _chi_expectation(function: Callable[[float], float], dimension: int) -> floa
     return float(value)
 
 
-def _independent_heads(heads: int, paired: bool) -> int:
+def _exponential_remainder(
+    size: Callable[[Real], Real], rate: float, shift: float, dimension: int
+) -> float:
+    """Mean of h(rate * size(R)), R of the chi law, h(x) = e^x - 1 - x - x^2/2 = x^3/6 1F1(1, 4, x).
+
+    Composite Gauss-Legendre over all R that carry weight; the exponential is taken with the
+    density, where neither overflows.
+    """
+    centre = math.sqrt(dimension)
+    edges = np.linspace(max(0.0, centre - 9.0), centre + shift + 10.0, 33)
+    nodes, weights = special.roots_legendre(12)
+    half = np.diff(edges)[:, None] / 2
+    R = (edges[:-1, None] + half * (1 + nodes)).ravel()
+    x = rate * size(R)
+    log_density = stats.chi.logpdf(R, dimension)
+    small = x < 1.0
+    value = np.where(
+        small,
+        np.exp(log_density) * x**3 / 6 * special.hyp1f1(1.0, 4.0, np.where(small, x, 0.0)),
+        np.exp(x + log_density) - (1 + x + x**2 / 2) * np.exp(log_density),
+    )
+    return float(np.sum(value * (half * weights).ravel()))
+
+
+def independent_heads(heads: int, paired: bool) -> int:
+    r"""N = m/2 for paired heads, N = m otherwise; ValueError for odd m of paired heads."""
     require_integer("heads", heads, minimum=2 if paired else 1)
     if paired and heads % 2:
         raise ValueError(
@@ -169,6 +287,7 @@ def _independent_heads(heads: int, paired: bool) -> int:
     return heads // 2 if paired else heads
 
 
-def _probability(name: str, value: float) -> None:
+def require_probability(name: str, value: float) -> None:
+    """Check that ``value`` lies strictly between 0 and 1."""
     if not 0.0 < value < 1.0:
         raise ValueError(f"{name}: expected a probability in (0, 1), got {value}")

@@ -156,7 +156,7 @@ def network_constants(
         )
     )
     if transport_norms is not None:
-        _require_radii_above(rho, transport_norms)
+        require_radii_above(rho, transport_norms)
     initial.require_valid("initial")
     sigma = get_activation(activation)
     s0, s1, _ = sigma.bounds
@@ -231,7 +231,8 @@ def _geometric_sum(ratio: float, terms: int) -> float:
         return math.inf
 
 
-def _require_radii_above(rho: TransportNorms, nu: TransportNorms) -> None:
+def require_radii_above(rho: TransportNorms, nu: TransportNorms) -> None:
+    r"""Check :math:`\rho \ge \nu` block by block; ValueError names the block."""
     for block in ("c", "U", "W"):
         radius, norm = getattr(rho, block), getattr(nu, block)
         if radius < norm:
