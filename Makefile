@@ -2,6 +2,7 @@
 # make test   the book, then every test; the browser tests run where a Chromium is found
 # make lab    JupyterLab, chapters opening as notebooks
 # make lint   ruff (sources and chapter cells), mypy, codespell, round trip of the chapters
+# make bench  the table of ratios of results/benchmarks (15 minutes on a quiet machine)
 # make clean  everything built; the virtual environment stays (make distclean removes it too)
 
 SHELL := bash
@@ -18,7 +19,7 @@ READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 export PYTHONPATH := $(CURDIR)/src
 
-.PHONY: book test lab lint clean distclean
+.PHONY: book test lab lint bench clean distclean
 
 book: $(READY)
 	@$(BIN)/python -m tools.execute --workers $(WORKERS)
@@ -31,12 +32,15 @@ lab: $(READY)
 	@$(BIN)/jupytext-config set-default-viewer
 	@$(BIN)/jupyter lab book/index.md
 
+bench: $(READY)
+	@$(BIN)/python -m benchmarks
+
 lint: $(READY)
-	@$(BIN)/ruff check src tests tools book/_ext
-	@$(BIN)/ruff format --check src tests tools book/_ext
+	@$(BIN)/ruff check src tests tools benchmarks book/_ext
+	@$(BIN)/ruff format --check src tests tools benchmarks book/_ext
 	@$(BIN)/mypy
 	@$(BIN)/python -m tools.lint_chapters
-	@$(BIN)/codespell book README.md CONTRIBUTING.md src tests tools
+	@$(BIN)/codespell book README.md CONTRIBUTING.md src tests tools benchmarks
 
 $(READY): requirements.txt constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed, $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
