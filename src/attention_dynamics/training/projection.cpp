@@ -53,8 +53,20 @@ void step(int64_t heads, const int64_t *widths, const double *limits, double eta
 // sum += phi - centre
 template <class T>
 void accumulate(int64_t count, const T *phi, const T *centre, double *sum) {
+#pragma omp simd
   for (int64_t k = 0; k < count; ++k)
     sum[k] += static_cast<double>(phi[k]) - static_cast<double>(centre[k]);
+}
+
+template <class T>
+double length(int64_t count, const T *block) {
+  double square = 0;
+#pragma omp simd reduction(+ : square)
+  for (int64_t k = 0; k < count; ++k) {
+    const double entry = block[k];
+    square += entry * entry;
+  }
+  return std::sqrt(square);
 }
 
 // norms: ||c||, ||U||, ||W||
@@ -62,13 +74,7 @@ template <class T>
 void measure(int64_t heads, const int64_t *widths, const T *c, const T *U, const T *W,
              double *norms) {
   const T *blocks[3] = {c, U, W};
-  for (int b = 0; b < 3; ++b) {
-    double square = 0;
-#pragma omp simd reduction(+ : square)
-    for (int64_t j = 0; j < heads * widths[b]; ++j)
-      square += static_cast<double>(blocks[b][j]) * static_cast<double>(blocks[b][j]);
-    norms[b] = std::sqrt(square);
-  }
+  for (int b = 0; b < 3; ++b) norms[b] = length(heads * widths[b], blocks[b]);
 }
 
 }  // namespace
