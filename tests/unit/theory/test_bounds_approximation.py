@@ -1,0 +1,206 @@
+"""The approximation error without d and without log m: attained, attacked, and compared."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import integrate, stats
+
+from attention_dynamics.data.streams import generator
+from attention_dynamics.data.tokens import query_vector, unit_ball_tokens
+from attention_dynamics.models.activations import get_activation
+from attention_dynamics.models.attention import head_features
+from attention_dynamics.models.parameters import symmetric_initialisation
+from attention_dynamics.theory import (
+    UNIT_BALL,
+    InputBounds,
+    Teacher,
+    TransportNorms,
+    approximation_bound,
+    approximation_error,
+    random_multi_anchor,
+)
+from attention_dynamics.theory.approximation import (
+    _exponential_remainder,
+    bernstein_approximation_bound,
+    head_second_moment,
+)
+
+NORMS = TransportNorms(1.0, 2.0, 1.5)
+
+
+def draws_of_the_largest_head(tokens, query, norms, activation, count=8000, seed=0):
+    """The largest |z| that a transport map of these norms can give, at random heads, (count,)."""
+    d = tokens.shape[-1]
+    g = generator(seed, "heads", d)
+    U = torch.randn(count, d, generator=g, dtype=torch.float64)
+    W = torch.randn(count, d, d, generator=g, dtype=torch.float64)
+    s, a, r = head_features(tokens, W, U, query)
+    sigma = get_activation(activation)
+    q = torch.linalg.vector_norm(tokens[0, -1] if isinstance(query, str) else query)
+    slopes = norms.U * a[0].norm(dim=-1) + norms.W * q * r[0].norm(dim=-1)
+    return norms.c * sigma.value(s[0]).abs() + sigma.first(s[0]).abs() * slopes
+
+
+@pytest.mark.parametrize("activation", ["tanh", "erf", "erf_plain"])
+@pytest.mark.parametrize("query", ["fixed", "last"])
+@pytest.mark.parametrize("d", [1, 3, 8])
+def test_no_transport_map_has_a_larger_second_moment(activation, query, d):
+    q = query_vector(d, generator=generator(1, d), dtype=torch.float64)
+    largest = 0.0
+    e = unit_ball_tokens(1, 1, d, generator=generator(2, d), law="sphere", dtype=torch.float64)
+    sequences = [e * torch.tensor([1.0, -1, 1, -1], dtype=torch.float64)[:, None]]
+    sequences += [
+        unit_ball_tokens(1, 5, d, generator=generator(k, d), law=law, dtype=torch.float64)
+        for k, law in enumerate(("iid", "sphere", "sequence_means"))
+    ]
+    for tokens in sequences:
+        z = draws_of_the_largest_head(tokens, q if query == "fixed" else "last", NORMS, activation)
+        largest = max(largest, float((z**2).mean() - 4 * (z**2).std() / math.sqrt(len(z))))
+    assert largest <= head_second_moment(NORMS, inputs=UNIT_BALL, activation=activation)
+
+
+def test_the_second_moment_is_attained_in_every_dimension():
+    # Antipodal tokens at equal weights: a = 0, M = e e^T, so |MU|^2 = (U.e)^2 has mean 1.
+    norms = TransportNorms(0.0, 0.0, 1.5)
+    for d in (1, 4, 64):
+        e = torch.zeros(d, dtype=torch.float64)
+        e[0] = 1.0
+        U = torch.randn(200000, d, generator=generator(0, d), dtype=torch.float64)
+        alpha = torch.full((1, 1, 2), 0.5, dtype=torch.float64)
+        tokens = torch.stack((e, -e))
+        assert float((alpha[0, 0] @ tokens).norm()) == 0.0
+        M = (alpha[0, 0, :, None] * tokens).T @ tokens
+        z = norms.W * (U @ M).norm(dim=-1)
+        moment = head_second_moment(norms, inputs=UNIT_BALL)
+        assert float((z**2).mean()) == pytest.approx(moment, rel=0.02)
+
+
+def test_the_second_moment_has_no_dimension_and_is_below_that_of_g():
+    for d in (2, 8, 100):
+        with_d = approximation_bound(
+            NORMS, 64, d, delta=0.1, delta_prime=0.1, inputs=UNIT_BALL
+        ).second_moment
+        assert head_second_moment(NORMS, inputs=UNIT_BALL) < with_d
+    rescaled = head_second_moment(TransportNorms(0, 0, 1.5), inputs=InputBounds(2.0, 0.5))
+    assert rescaled == pytest.approx((1.5 * 4 * 0.5) ** 2)
+
+
+def test_gaussian_heads_use_up_a_known_share_of_the_bound():
+    # z = nu_w U.e is N(0, nu_w^2), which has the largest second moment: the mean of N heads is
+    # beyond nu_w z_(delta/2) / sqrt N with probability delta. sqrt(2 log 20) / 1.645 = 1.488.
+    norms, delta = TransportNorms(0.0, 0.0, 1.5), 0.1
+    for N, share in ((2**9, 2.3), (2**24, 1.5)):
+        exact = 1.5 * stats.norm.isf(delta / 2) / math.sqrt(N)
+        found = bernstein_approximation_bound(
+            norms, 2 * N, 8, delta=delta, inputs=UNIT_BALL, samples=1
+        )
+        assert 1.488 * exact < found.sup < share * exact
+        assert found.rms == found.sup  # one sample: the maximum is the root mean square
+
+
+@pytest.mark.parametrize("query", ["fixed", "last"])
+def test_the_bound_holds_over_draws_of_the_heads(query):
+    d, T = 4, 6
+    q = query_vector(d, generator=generator(0, "q"), dtype=torch.float64)
+    transport = random_multi_anchor(
+        2, T, d, generator=generator(0, "a"), norms=NORMS, dtype=torch.float64,
+        query=q if query == "fixed" else "last",
+    )  # fmt: skip
+    tokens = unit_ball_tokens(32, T, d, generator=generator(0, "t"), dtype=torch.float64)
+    values, errors = Teacher(transport, generator=generator(0), heads=4000).evaluate(tokens)
+    slack = 5 * float(errors.max())
+    for heads in (4, 32):
+        bound = bernstein_approximation_bound(
+            NORMS, heads, d, delta=0.05, inputs=UNIT_BALL, samples=32
+        )
+        for k in range(30):
+            phi = symmetric_initialisation(heads, d, generator=generator(k), dtype=torch.float64)
+            found = approximation_error(values, transport, phi, tokens)
+            assert found.sup <= bound.sup + slack
+            assert found.rms <= bound.rms + slack
+
+
+def test_the_leading_term_is_free_of_the_dimension():
+    def rms(m, d):
+        return bernstein_approximation_bound(NORMS, m, d, delta=0.05, inputs=UNIT_BALL).rms
+
+    V, t = head_second_moment(NORMS, inputs=UNIT_BALL), math.log(2 / 0.05)
+    for d in (1, 8, 200):
+        assert rms(2**40, d) == pytest.approx(math.sqrt(2 * V * t / 2**39), rel=1e-3)
+        assert rms(64, d) > math.sqrt(2 * V * t / 32)
+    widths = [rms(m, 8) for m in (2, 8, 64, 512, 4096, 2**20)]
+    assert all(b < a for a, b in itertools.pairwise(widths))
+    with_d = [
+        approximation_bound(NORMS, 2**40, d, delta=0.05, delta_prime=0.05, inputs=UNIT_BALL).rms
+        for d in (1, 200)
+    ]
+    assert with_d[1] > 2.5 * with_d[0]
+
+
+def test_n_enters_the_maximum_through_its_logarithm_only():
+    def bound(n, m=2**40):
+        return bernstein_approximation_bound(NORMS, m, 8, delta=0.05, inputs=UNIT_BALL, samples=n)
+
+    assert bound(100).rms == bound(10**6).rms == bound(None).rms
+    assert bound(None).sup is None
+    ratio = bound(10**6).sup / bound(100).sup
+    assert ratio == pytest.approx(math.sqrt(math.log(4e7) / math.log(4e3)), rel=1e-3)
+
+
+@settings(max_examples=20)
+@given(rate=st.floats(1e-3, 3.0), d=st.integers(1, 40), slope=st.floats(0.1, 3.0))
+def test_the_remainder_of_the_exponential_is_its_integral(rate, d, slope):
+    def integrand(R):
+        x = rate * (1.0 + slope * R)
+        h = x**3 / 6 * (1 + x / 4 + x**2 / 20) if x < 1e-4 else math.expm1(x) - x - x**2 / 2
+        return h * stats.chi.pdf(R, d)
+
+    centre = math.sqrt(d) + rate * slope
+    exact, _ = integrate.quad(integrand, 0, centre + 12, points=[centre], limit=200)
+    found = _exponential_remainder(lambda R: 1.0 + slope * R, rate, rate * slope, d)
+    assert found == pytest.approx(exact, rel=1e-6)
+
+
+@settings(max_examples=20)
+@given(
+    nu=st.tuples(*(st.floats(0.0, 3.0),) * 3), pairs=st.integers(1, 10**6), d=st.integers(1, 64),
+    delta=st.floats(1e-6, 0.5), share=st.floats(1.01, 10.0),
+)  # fmt: skip
+def test_the_bound_grows_with_the_target_and_with_certainty(nu, pairs, d, delta, share):
+    def rms(norms, delta):
+        return bernstein_approximation_bound(
+            TransportNorms(*norms), 2 * pairs, d, delta=delta, inputs=UNIT_BALL
+        ).rms
+
+    base = rms(nu, delta)
+    assert math.isfinite(base)
+    assert base <= rms(nu, delta / share) * (1 + 1e-6)
+    assert base <= rms(tuple(share * x for x in nu), delta) * (1 + 1e-6)
+    assert (base == 0) == (max(nu) == 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": 7}, "heads: expected an even number of paired heads, got 7"),
+        ({"dimension": 0}, "dimension: expected an integer >= 1, got 0"),
+        ({"delta": 1.0}, r"delta: expected a probability in \(0, 1\), got 1.0"),
+        ({"samples": 0}, "samples: expected an integer >= 1, got 0"),
+        ({"activation": "relu"}, "activation: expected one of"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(changes, message):
+    fields = {"norms": NORMS, "heads": 8, "dimension": 3, "delta": 0.1, "inputs": UNIT_BALL}
+    with pytest.raises(ValueError, match=message):
+        bernstein_approximation_bound(**(fields | changes))
+
+
+def test_unpaired_heads_count_one_each():
+    given_ = {"delta": 0.05, "inputs": UNIT_BALL, "samples": 9}
+    paired = bernstein_approximation_bound(NORMS, 64, 3, **given_)
+    assert bernstein_approximation_bound(NORMS, 32, 3, **given_, paired=False) == paired
+    assert math.isfinite(paired.sup)
