@@ -31,7 +31,7 @@ class Requirement(NamedTuple):
 def required_steps(
     calculator: BoundCalculator, setting: Setting, target: float, start: Start | None = None
 ) -> int:
-    r"""The least :math:`\tau` whose bound is at most ``target``, while that of :math:`\tau - 1` is not.
+    r"""The least :math:`\tau` whose bound meets the target while that of :math:`\tau - 1` does not.
 
     ``target`` is a loss, compared with ``total``. Everything else is as in the setting, whose own
     ``steps`` are ignored; its step size, if None, is :math:`1/\sqrt\tau` at each :math:`\tau`.
