@@ -2,22 +2,22 @@ r"""The teacher: a large fixed sample of heads that stands in for the expectatio
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attention_dynamics.models.parameters import Parameters, independent_initialisation
+from attention_dynamics.models import _pass
+from attention_dynamics.models.parameters import independent_initialisation
 from attention_dynamics.theory.transport import (
     MultiAnchorTransport,
-    head_contributions,
+    contributions,
     require_sequences,
 )
 from attention_dynamics.validation import require_integer
 
-_BLOCK = 2**22  # elements of the largest array (samples x heads x d) held at once
+_HEADS, _BLOCK = 1024, 2**18  # heads, and samples x heads, whose contributions are held at once
 
 
 class TeacherValues(NamedTuple):
@@ -35,8 +35,9 @@ class Teacher:
 
     over N = ``heads`` independent heads (8192 by default), drawn once from ``generator``: the
     teacher is a fixed function of the tokens. It is itself a sample, so its
-    :meth:`standard_error` belongs to every error measured against it. Heads and samples are handled
-    in chunks, and the transport of the heads is computed once.
+    :meth:`standard_error` belongs to every error measured against it. The transport of the heads is
+    computed once; whatever the number of anchors, the values are then one tangent map, a sum over
+    heads of slopes, in chunks of heads and samples.
 
     Raises ValueError if ``heads`` < 2 or the generator is not on the CPU. Source: arXiv 2601.16514,
     the multi-anchor teacher of its experiments.
@@ -48,9 +49,10 @@ class Teacher:
         *,
         generator: torch.Generator,
         heads: int = 8192,
+        engine: str = "auto",
     ) -> None:
         require_integer("heads", heads, minimum=2, remedy="a standard error needs two heads")
-        self.transport = transport
+        self.transport, self.engine = transport, engine
         self.parameters = independent_initialisation(
             heads,
             transport.anchors.shape[-1],
@@ -58,7 +60,7 @@ class Teacher:
             dtype=transport.anchors.dtype,
             device=transport.anchors.device,
         )
-        self._direction = transport(self.parameters)
+        self._direction = transport(self.parameters, engine=engine)
 
     @property
     def heads(self) -> int:
@@ -91,28 +93,24 @@ class Teacher:
         Raises ValueError or TypeError for tokens that are not finite or do not fit the anchors.
         """
         require_sequences(tokens, self.transport, mask)
-        head_chunk = min(self.heads, 1024)
-        sample_chunk = max(1, _BLOCK // (head_chunk * self.parameters.dimension))
-        values, errors = [], []
-        for start in range(0, tokens.shape[0], sample_chunk):
-            rows = slice(start, start + sample_chunk)
-            kept = None if mask is None else mask[rows]
-            total = torch.zeros(tokens[rows].shape[0], dtype=torch.float64, device=tokens.device)
-            squares = torch.zeros_like(total)
-            for first in range(0, self.heads, head_chunk):
-                some = slice(first, first + head_chunk)
-                z = head_contributions(
-                    tokens[rows],
-                    self.transport,
-                    Parameters(*(block[some] for block in self.parameters)),
-                    mask=kept,
-                    direction=Parameters(*(block[some] for block in self._direction)),
-                ).double()
-                total += z.sum(dim=-1)
-                squares += z.square().sum(dim=-1)
-            mean = total / self.heads
-            variance = (squares / self.heads - mean**2).clamp_min(0) * self.heads / (self.heads - 1)
-            values.append(mean)
-            errors.append(variance.sqrt() / math.sqrt(self.heads))
+        inputs = _pass.prepare(
+            tokens, self.transport.query, mask, dimension=self.parameters.dimension
+        )
+        heads = min(self.heads, _HEADS)
+        chunk, samples = max(1, _BLOCK // heads), tokens.shape[0]
+        total = torch.zeros(samples, dtype=torch.float64, device=tokens.device)
+        squares = torch.zeros_like(total)
+        for first in range(0, self.heads, heads):
+            some, v = (
+                parameters.map(lambda block: block[first : first + heads])  # noqa: B023
+                for parameters in (self.parameters, self._direction)
+            )
+            for start in range(0, samples, chunk):
+                rows = slice(start, start + chunk)
+                z = contributions(inputs.rows(rows), self.transport, some, v, self.engine)
+                total[rows] += z.sum(dim=-1, dtype=torch.float64)
+                squares[rows] += z.square().sum(dim=-1, dtype=torch.float64)
+        mean = total / self.heads
+        variance = (squares / self.heads - mean**2).clamp_min(0) * self.heads / (self.heads - 1)
         dtype = self.parameters.dtype
-        return TeacherValues(torch.cat(values).to(dtype), torch.cat(errors).to(dtype))
+        return TeacherValues(mean.to(dtype), (variance / self.heads).sqrt().to(dtype))

@@ -18,9 +18,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attention_dynamics.data.tokens import Law, unit_ball_tokens
+from attention_dynamics.models import _pass
 from attention_dynamics.models._pass import require_tokens
 from attention_dynamics.models.activations import Activation, get_activation
 from attention_dynamics.models.attention import Query, head_features, resolve_query
+from attention_dynamics.models.engines.selection import choose
 from attention_dynamics.models.parameters import Parameters
 from attention_dynamics.validation import (
     require_finite,
@@ -31,7 +33,7 @@ from attention_dynamics.validation import (
     require_shape,
 )
 
-_BLOCK = 2**22  # elements of the largest array (samples x heads x d) held at once
+_BLOCK = 2**18  # samples x heads whose contributions are held at once
 
 
 @dataclass(frozen=True)
@@ -105,15 +107,17 @@ class MultiAnchorTransport:
         require_number("scale", self.scale)
         get_activation(self.activation)
 
-    def __call__(self, parameters: Parameters) -> Parameters:
+    def __call__(self, parameters: Parameters, *, engine: str = "auto") -> Parameters:
         r""":math:`(c, U, W) \mapsto (v_c, v_u, v_w)`, shapes (m,), (m, d), (m, d, d).
+
+        The anchors are collapsed here, once: whatever their number, the target is then one tangent.
 
         Raises ValueError or TypeError for parameters whose shape or dtype does not fit the anchors.
         """
         parameters.require_valid()
         sigma, beta = get_activation(self.activation), self.coefficients
         features = head_features(
-            self.anchors, parameters.W, parameters.U, self.query, scale=self.scale
+            self.anchors, parameters.W, parameters.U, self.query, scale=self.scale, engine=engine
         )
         slope = sigma.first(features.s)
         queries = self.scale * resolve_query(self.anchors, self.query)
@@ -186,28 +190,39 @@ def head_contributions(
     *,
     mask: Bool[Tensor, "n T"] | None = None,
     direction: Parameters | None = None,
+    engine: str = "auto",
 ) -> Float[Tensor, "n m"]:
     r"""
     .. math:: z_i(X) = v_c\, \sigma(s) + c\, \sigma'(s)
         \bigl(\langle v_u, a \rangle + \langle v_w, (M U) q^\top \rangle\bigr),
 
     one number a sample and head, evaluated with the query, activation and scale of the transport.
-    ``direction`` is v at these heads if it was computed already. The memory is n m d: chunk n or m.
+    ``direction`` is v at these heads if it was computed already. The bracket is the slope of s
+    along v, so no anchor, and neither a nor M U, is formed: the memory is n m.
 
     Raises ValueError or TypeError for tokens that are not finite or do not fit the parameters.
     """
-    v = transport(parameters) if direction is None else direction
-    sigma = get_activation(transport.activation)
-    s, a, r = head_features(
-        tokens, parameters.W, parameters.U, transport.query, mask=mask, scale=transport.scale
-    )
-    queries = transport.scale * resolve_query(tokens, transport.query, mask)
-    if isinstance(transport.query, Tensor):
-        along_W = torch.einsum("nmd,md->nm", r, v.W @ queries[0])
-    else:
-        along_W = torch.einsum("nmd,mde,ne->nm", r, v.W, queries)
-    along_U = torch.einsum("nmd,md->nm", a, v.U)
-    return v.c * sigma.value(s) + parameters.c * sigma.first(s) * (along_U + along_W)
+    require_sequences(tokens, transport, mask)
+    parameters.require_valid()
+    require_floating("parameters", parameters.U, tokens.dtype)
+    inputs = _pass.prepare(tokens, transport.query, mask, dimension=parameters.dimension)
+    v = transport(parameters, engine=engine) if direction is None else direction
+    return contributions(inputs, transport, parameters, v, engine)
+
+
+def contributions(
+    inputs: _pass.Inputs,
+    transport: MultiAnchorTransport,
+    parameters: Parameters,
+    v: Parameters,
+    engine: str,
+) -> Float[Tensor, "n m"]:
+    """What :func:`head_contributions` returns, for inputs that were checked and parts of heads."""
+    c, U, W = parameters
+    chosen = choose(engine, inputs, U.shape[0], *parameters, *v)
+    s, slope = chosen.slopes(inputs, U, W, v.U, v.W, transport.scale)
+    value, first = get_activation(transport.activation).value_and_first(s)
+    return v.c * value + c * first * slope
 
 
 def transported_function(
@@ -216,25 +231,26 @@ def transported_function(
     parameters: Parameters,
     *,
     mask: Bool[Tensor, "n T"] | None = None,
+    engine: str = "auto",
 ) -> Float[Tensor, " n"]:
     r""":math:`\frac1m \sum_i z_i(X) = \langle \nabla f(X; \phi_0),\; v/\sqrt m \rangle`.
 
     The average over the heads of ``parameters`` (:math:`\phi_0`) of :func:`head_contributions`:
     what a network of m heads makes of the target in its tangent space. With paired heads the two of
-    a pair contribute the same, so only m/2 of them are independent.
-
-    Samples are handled in chunks.
+    a pair contribute the same, so only m/2 of them are independent. Samples are handled in chunks.
 
     Raises ValueError or TypeError for tokens that are not finite or do not fit the parameters.
     """
     require_sequences(tokens, transport, mask)
-    direction = transport(parameters)
-    chunk = max(1, _BLOCK // parameters.U.numel())
+    direction = transport(parameters, engine=engine)
+    chunk = max(1, _BLOCK // parameters.heads)
     parts = []
     for start in range(0, tokens.shape[0], chunk):
         rows = slice(start, start + chunk)
         kept = None if mask is None else mask[rows]
-        z = head_contributions(tokens[rows], transport, parameters, mask=kept, direction=direction)
+        z = head_contributions(
+            tokens[rows], transport, parameters, mask=kept, direction=direction, engine=engine
+        )
         parts.append(z.mean(dim=-1))
     return torch.cat(parts)
 
@@ -265,6 +281,7 @@ def approximation_error(
     tokens: Float[Tensor, "n T d"],
     *,
     mask: Bool[Tensor, "n T"] | None = None,
+    engine: str = "auto",
 ) -> ApproximationError:
     r""":math:`e_j = \frac1m \sum_i z_i(X_j) - \tilde f(X_j; v)`: its maximum and root mean square.
 
@@ -276,6 +293,6 @@ def approximation_error(
     require_sequences(tokens, transport, mask)
     require_shape("teacher_values", teacher_values, ("n",), {"n": tokens.shape[0]})
     require_finite("teacher_values", teacher_values)
-    error = transported_function(tokens, transport, parameters, mask=mask) - teacher_values
-    error = error.double()
+    values = transported_function(tokens, transport, parameters, mask=mask, engine=engine)
+    error = (values - teacher_values).double()
     return ApproximationError(float(error.abs().max()), float(error.square().mean().sqrt()))

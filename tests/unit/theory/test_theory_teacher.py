@@ -1,12 +1,15 @@
 """The teacher: a fixed function, its Monte-Carlo error, and the error of m heads against it."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from attention_dynamics.data.streams import generator
 from attention_dynamics.data.tokens import query_vector, unit_ball_tokens
+from attention_dynamics.models.attention import head_features, resolve_query
 from attention_dynamics.models.parameters import (
     independent_initialisation,
     symmetric_initialisation,
@@ -54,6 +57,60 @@ def test_chunks_of_samples_change_nothing(transport):
     teacher = Teacher(transport, generator=generator(0, "teacher"), heads=1024)
     parts = torch.cat([teacher(part) for part in long.split(137)])
     assert torch.allclose(teacher(long), parts, rtol=1e-12, atol=1e-16)
+
+
+@pytest.mark.parametrize("query", ["fixed", "last"])
+def test_it_is_the_sum_over_anchors_whatever_the_engine(query, tokens):
+    q = query_vector(d, generator=generator(0, "q"), dtype=torch.float64)
+    transport = random_multi_anchor(
+        3, T, d, generator=generator(0, "a"), norms=TransportNorms(2, 2, 0.05),
+        query=q if query == "fixed" else "last", dtype=torch.float64, scale=0.7,
+    )  # fmt: skip
+    teachers = {
+        engine: Teacher(transport, generator=generator(0, "teacher"), heads=300, engine=engine)
+        for engine in ("auto", "eager", "reference")
+    }
+    c, U, W = teachers["auto"].parameters
+    anchors, x = (
+        head_features(X, W, U, transport.query, scale=0.7) for X in (transport.anchors, tokens)
+    )
+    queries, own = (0.7 * resolve_query(X, transport.query) for X in (transport.anchors, tokens))
+    z = torch.zeros(50, 300, dtype=torch.float64)
+    for r, beta in enumerate(transport.coefficients):  # each anchor by itself, nothing collapsed
+        slope = 1 - anchors.s[r].tanh() ** 2
+        size = slope * anchors.r[r].norm(dim=-1) * queries[r].norm()
+        clipped = slope * (0.05 / size).clamp_max(1)
+        z += beta * 2 * anchors.s[r].tanh() * x.s.tanh()
+        along_a = 2 * slope * (anchors.a[r] * x.a).sum(dim=-1)
+        along_r = clipped * (anchors.r[r] * x.r).sum(dim=-1) * (own @ queries[r])[:, None]
+        z += beta * (1 - x.s.tanh() ** 2) * c**2 * (along_a + along_r)
+    for teacher in teachers.values():
+        values, errors = teacher.evaluate(tokens)
+        assert torch.allclose(values, z.mean(dim=1), rtol=1e-11, atol=1e-15)
+        assert torch.allclose(errors, z.std(dim=1) / math.sqrt(300), rtol=1e-9)
+
+
+PEAK = """
+import resource, torch
+from attention_dynamics.data.streams import generator
+from attention_dynamics.data.tokens import unit_ball_tokens
+from attention_dynamics.theory import Teacher, TransportNorms, random_multi_anchor
+torch.set_num_threads(1)
+X = unit_ball_tokens(600, 16, 8, generator=generator(0))
+transport = random_multi_anchor(16, 16, 8, generator=generator(1), norms=TransportNorms(3, 3, 3),
+                                query=torch.full((8,), 0.3))
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+Teacher(transport, generator=generator(2), heads=32)(X[:8])
+before = peak()
+Teacher(transport, generator=generator(2), heads=8192)(X)
+print(peak() - before)
+"""
+
+
+def test_its_memory_does_not_hold_the_heads_of_all_samples():
+    # one number a head and sample is 39 MB in float64, the features (s, a, r) 334 MB in float32
+    run = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
+    assert float(run.stdout) < 36
 
 
 def test_masked_tokens_are_left_out(transport, tokens):
