@@ -117,20 +117,22 @@ def test_the_result_does_not_depend_on_the_block_size(query_kind, chunk):
 
 
 def test_a_large_batch_is_split_into_blocks_of_bounded_size(monkeypatch):
-    from attention_dynamics.models import _pass
+    from attention_dynamics.models.engines import pooling
 
     seen = []
-    softmax = _pass.softmax
+    weigh = pooling._weigh
     monkeypatch.setattr(
-        _pass, "softmax", lambda logits, mask: seen.append(logits.numel()) or softmax(logits, mask)
-    )
-    instance = Instance(samples=400, length=64, heads=16)
+        pooling, "_weigh", lambda x, w, mask, e, *rest: seen.append(e.numel()) or weigh(
+            x, w, mask, e, *rest
+        ),
+    )  # fmt: skip
+    instance = Instance(samples=800, length=64, heads=17)
     shallow.loss_and_gradients(
-        instance.parameters, instance.tokens, instance.targets, **instance.options
+        instance.parameters, instance.tokens, instance.targets, **instance.options, engine="eager"
     )
     assert len(seen) > 1
-    assert max(seen) <= 2**17
-    assert sum(seen) == 400 * 64 * 16
+    assert max(seen) <= pooling.BLOCK
+    assert sum(seen) == 800 * 64 * 17
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -1,6 +1,7 @@
 r"""Plain torch operators on blocks of samples, outside of autograd: what runs without a compiler.
 
-Blocks stay in the cache of a core, and each is attended once and dropped.
+Two layouts, chosen by measurement: heads innermost (``pooling``), where products with the tokens
+are left to the matrix library, and samples innermost (``few_heads``) for the gradient of few heads.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attention_dynamics.models import _pass
 from attention_dynamics.models._network import head_sum, twin_heads
 from attention_dynamics.models._pass import HeadFeatures, Inputs
 from attention_dynamics.models.activations import Activation
+from attention_dynamics.models.engines import few_heads
+from attention_dynamics.models.engines.pooling import Directions, Pooling
+from attention_dynamics.models.engines.workspace import WORKSPACE
 from attention_dynamics.models.parameters import Parameters
 
 
 class Eager:
-    r""":math:`(s, a, r)` by matrix products on blocks of samples."""
+    r""":math:`(s, a, r)` in blocks that stay in the cache; memory does not grow with T."""
 
     name = "eager"
 
@@ -32,27 +35,31 @@ class Eager:
         self, inputs: Inputs, U: Tensor, W: Tensor, scale: float, *, chunk: int | None = None
     ) -> HeadFeatures:
         r""":math:`(s, a, r)`: (n, m), (n, m, d), (n, m, d)."""
-        parts = []
-        for block in _pass.blocks(inputs, U.shape[0], chunk):
-            rows = inputs.rows(block)
-            alpha, projections, s = _pass.attend(rows, U, W, scale)
-            centred = alpha * (projections - s[:, None])
-            parts.append(
-                (s, _pass.average(alpha, rows.tokens), _pass.average(centred, rows.tokens))
-            )
-        return HeadFeatures(*(torch.cat(column) for column in zip(*parts, strict=True)))
+        samples, new = inputs.tokens.shape[0], inputs.tokens.new_empty
+        out = HeadFeatures(new(samples, len(U)), new(samples, *U.shape), new(samples, *U.shape))
+        pooling = Pooling(inputs, U, W, scale, chunk)
+        for block in pooling.blocks():
+            sums, first = pooling.sums(block)
+            assert sums.s is not None
+            assert sums.R is not None
+            torch.addmm(sums.s, first, pooling.UT, out=out.s[block])
+            Z = sums.Z[:, None]
+            torch.add(sums.A.div_(Z).mT, first[:, None], out=out.a[block])
+            out.r[block] = sums.R.div_(Z).mT
+        return out
 
     @torch.no_grad()
     def scores(
         self, inputs: Inputs, U: Tensor, W: Tensor, scale: float, *, chunk: int | None = None
     ) -> Float[Tensor, "n m"]:
         r""":math:`s`."""
-        return torch.cat(
-            [
-                _pass.attend(inputs.rows(block), U, W, scale).s
-                for block in _pass.blocks(inputs, U.shape[0], chunk)
-            ]
-        )
+        out = inputs.tokens.new_empty(inputs.tokens.shape[0], U.shape[0])
+        pooling = Pooling(inputs, U, W, scale, chunk)
+        for block in pooling.blocks():
+            sums, first = pooling.sums(block, spread=False)
+            s = sums.A.mul_(pooling.UT).sum(dim=1).div_(sums.Z)
+            torch.addmm(s, first, pooling.UT, out=out[block])
+        return out
 
     @torch.no_grad()
     def slopes(
@@ -67,15 +74,22 @@ class Eager:
         chunk: int | None = None,
     ) -> tuple[Float[Tensor, "n m"], Float[Tensor, "n m"]]:
         r""":math:`s` and :math:`s' = V \cdot a + r \cdot \gamma Z q`."""
-        parts = []
-        for block in _pass.blocks(inputs, U.shape[0], chunk):
-            rows = inputs.rows(block)
-            alpha, projections, s = _pass.attend(rows, U, W, scale)
-            along_v = _pass.project(rows.tokens, V)
-            along_p = _pass.project(rows.tokens, _pass.head_queries(Z, rows.query, scale))
-            parts.append((s, (alpha * (along_v + (projections - s[:, None]) * along_p)).sum(dim=1)))
-        scores, slope = (torch.cat(column) for column in zip(*parts, strict=True))
-        return scores, slope
+        s = inputs.tokens.new_empty(inputs.tokens.shape[0], U.shape[0])
+        slope = torch.empty_like(s)
+        VT = V.mT.contiguous()
+        pooling, tangents = (
+            Pooling(inputs, U, W, scale, chunk),
+            Directions(Z, inputs.query, scale, "Z"),
+        )
+        for block in pooling.blocks():
+            sums, first = pooling.sums(block)
+            assert sums.s is not None
+            assert sums.R is not None
+            torch.addmm(sums.s, first, pooling.UT, out=s[block])
+            p = tangents.of(inputs.rows(block).query)
+            along = sums.A.mul_(VT).addcmul_(sums.R, p).sum(dim=1).div_(sums.Z)
+            torch.addmm(along, first, VT, out=slope[block])
+        return s, slope
 
     @torch.no_grad()
     def step(
@@ -89,16 +103,19 @@ class Eager:
         chunk: int | None = None,
     ) -> tuple[Float[Tensor, " n"], Parameters]:
         r""":math:`f(X_j)` and :math:`\nabla \frac1n \sum_j (f(X_j) - y_j)^2`."""
-        factor = 2.0 / targets.shape[0]
+        factor, norm = 2.0 / targets.shape[0], parameters.heads**-0.5
         twins = twin_heads(parameters)
-        values = []
+        values = torch.empty_like(targets)
 
         def cotangent(sigmas: Tensor, block: slice) -> Tensor:
-            values.append(head_sum(parameters.c, sigmas, twins))
-            return factor * (values[-1] - targets[block])
+            f = values[block]
+            if twins is None:
+                torch.mv(sigmas, parameters.c, out=f).mul_(norm)
+            else:
+                f.copy_(head_sum(parameters.c, sigmas, twins))
+            return (f - targets[block]).mul_(factor)
 
-        gradients = _accumulate(parameters, inputs, sigma, scale, chunk, cotangent)
-        return torch.cat(values), gradients
+        return values, _accumulate(parameters, inputs, sigma, scale, chunk, cotangent)
 
     @torch.no_grad()
     def vjp(
@@ -125,29 +142,35 @@ def _accumulate(
     chunk: int | None,
     cotangent: Callable[[Tensor, slice], Tensor],
 ) -> Parameters:
-    """Sum g_j grad f(X_j) block by block, where g is read off the activations of the block."""
+    """Sum g_j grad f(X_j) block by block, where g is read off the activations (b, m) of a block."""
     c, U, W = parameters
     heads, dimension = U.shape
+    size = few_heads.block_size(inputs, heads, chunk)
+    if size is not None:
+        return few_heads.accumulate(parameters, inputs, sigma, scale, size, cotangent)
     scaled_c = c * heads**-0.5
     fixed = inputs.query.ndim == 1
-    totals = None
-    for block in _pass.blocks(inputs, heads, chunk):
-        rows = inputs.rows(block)
-        alpha, projections, s = _pass.attend(rows, U, W, scale)
-        sigmas, slopes = sigma.value_and_first(s)
+    pooling = Pooling(inputs, U, W, scale, chunk)
+    in_c, in_U = torch.zeros_like(c), torch.zeros_like(pooling.UT)
+    in_W = c.new_zeros(dimension, heads) if fixed else c.new_zeros(dimension, dimension * heads)
+    for block in pooling.blocks():
+        sums, first = pooling.sums(block)
+        assert sums.s is not None
+        assert sums.R is not None
+        sigmas, slopes = sigma.value_and_first(torch.addmm(sums.s, first, pooling.UT))
         g = cotangent(sigmas, block)
-        weighted = alpha * (slopes * torch.outer(g, scaled_c))[:, None]
-        centred = weighted * (projections - s[:, None])
+        weight = torch.outer(g, scaled_c).mul_(slopes)
+        in_c.addmv_(sigmas.mT, g)
+        in_U.addmm_(first.mT, weight)
+        weight = weight.div_(sums.Z)[:, None]
+        in_U += sums.A.mul_(weight).sum(dim=0)
         if fixed:
-            in_W = _pass.total_columns(centred, rows.tokens)
+            in_W += sums.R.mul_(weight).sum(dim=0)
         else:
-            r = _pass.average_columns(centred, rows.tokens)
-            in_W = rows.query.mT @ r.flatten(1)
-        part = Parameters(g @ sigmas, _pass.total_columns(weighted, rows.tokens), in_W)
-        totals = part if totals is None else totals.plus(part)
-    assert totals is not None  # an empty batch is refused before
+            R = torch.mul(sums.R, weight, out=WORKSPACE.take("weighted", weight, *sums.R.shape))
+            in_W.addmm_(inputs.query[block].mT, R.flatten(1))
     if fixed:
-        in_W = totals.W.mT[:, :, None] * inputs.query
+        in_W = in_W.mT[:, :, None] * (scale * inputs.query)
     else:
-        in_W = totals.W.reshape(dimension, dimension, heads).permute(2, 1, 0)
-    return Parameters(totals.c * heads**-0.5, totals.U.mT.contiguous(), (scale * in_W).contiguous())
+        in_W = in_W.view(dimension, dimension, heads).permute(2, 1, 0) * scale
+    return Parameters(in_c * heads**-0.5, in_U.mT.contiguous(), in_W.contiguous())

@@ -1,0 +1,182 @@
+r"""Sums over the tokens of a block of samples, heads innermost, in buffers that are used again.
+
+Tokens are taken relative to the first of their sample, :math:`x'_t = x_t - x_0`: the softmax does
+not see the difference, and a common offset, however large, costs no accuracy. Logits are in units
+of log 2, because ``exp2`` is the faster function. Only logits outside of what ``exp2`` can hold pay
+for a maximum. A sequence too long for the buffers is summed in blocks of tokens, which
+:func:`merged` joins.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attention_dynamics.models._pass import Inputs
+from attention_dynamics.models.engines.workspace import WORKSPACE
+
+#: Elements (samples x tokens x heads) of a buffer: the few that are in use stay in the cache.
+BLOCK = 2**18
+_LEAST_TOKENS = 16
+_SAFE = 2.0**60
+
+
+class Sums(NamedTuple):
+    r"""
+    .. math:: Z = \sum_t e_t, \quad s' = \frac1Z \sum_t e_t s'_t, \quad A = \sum_t e_t x'_t, \quad
+        R = \sum_t e_t (s'_t - s')\, x'_t, \qquad e_t = 2^{\ell_t - top}, \; s'_t = U \cdot x'_t.
+
+    Shapes (b, m) for ``top``, Z and s, (b, d, m) for A and R; a ``top`` of None is 0, and s and R
+    are None where only the weights were asked for.
+    """
+
+    top: Tensor | None
+    Z: Tensor
+    A: Tensor
+    s: Tensor | None
+    R: Tensor | None
+
+    def copied(self) -> Sums:
+        """The same numbers outside of the workspace."""
+        top, s, R = (None if t is None else t.clone() for t in (self.top, self.s, self.R))
+        return Sums(top, self.Z.clone(), self.A.clone(), s, R)
+
+
+class Pooling:
+    """The sums of one call: directions of the heads and sizes of the blocks."""
+
+    def __init__(
+        self, inputs: Inputs, U: Tensor, W: Tensor, scale: float, chunk: int | None
+    ) -> None:
+        samples, length, dimension = inputs.tokens.shape
+        heads = U.shape[0]
+        self.length = min(length, max(_LEAST_TOKENS, BLOCK // heads))
+        if chunk is None:
+            chunk = BLOCK // (max(self.length, dimension) * heads)
+        self.samples = max(1, min(chunk, samples))
+        self.inputs, self.UT = inputs, U.mT.contiguous()
+        self.directions = Directions(W, inputs.query, scale / math.log(2.0), "w")
+
+    def blocks(self) -> list[slice]:
+        """The slices of samples to pool one after the other."""
+        count = self.inputs.tokens.shape[0]
+        return [slice(i, i + self.samples) for i in range(0, count, self.samples)]
+
+    def sums(self, block: slice, *, spread: bool = True) -> tuple[Sums, Tensor]:
+        """Return the sums of a block, with s and R if ``spread``, and its x_0 (b, d).
+
+        They lie in the workspace: the next call overwrites them.
+        """
+        tokens, query, mask = self.inputs.rows(block)
+        first = tokens[:, 0]
+        w = self.directions.of(query)
+        total = None
+        for start in range(0, tokens.shape[1], self.length):
+            part = slice(start, start + self.length)
+            kept = None if mask is None else mask[:, part]
+            sums = self._part(tokens[:, part], first, w, kept, spread)
+            total = sums if total is None else merged(total, sums)
+            if self.length < tokens.shape[1]:
+                total = total.copied()
+        assert total is not None
+        return total, first
+
+    def _part(
+        self, tokens: Tensor, first: Tensor, w: Tensor, mask: Tensor | None, spread: bool
+    ) -> Sums:
+        count, length, dimension = tokens.shape
+        heads = self.UT.shape[1]
+        x = WORKSPACE.take("tokens", tokens, count, length, dimension + 1)
+        e = WORKSPACE.take("weights", tokens, count, length, heads)
+        sums = WORKSPACE.take("A", tokens, count, dimension + 1, heads)
+        x[..., dimension] = 1.0  # this coordinate of the sums over x is Z
+        torch.sub(tokens, first[:, None], out=x[..., :dimension])
+        A = _weigh(x, w, mask, e, sums, None)
+        top = None
+        smallest, largest = torch.aminmax(A[:, dimension])
+        if not (1 / _SAFE < smallest and largest < _SAFE):
+            top = e.new_empty(count, heads)
+            A = _weigh(x, w, mask, e, sums, top)
+        Z, A = A[:, dimension], A[:, :dimension]
+        if not spread:
+            return Sums(top, Z, A, None, None)
+        p = _project(x, self.UT, WORKSPACE.take("projections", e, *e.shape)).mul_(e)
+        R = torch.bmm(x.mT, p, out=WORKSPACE.take("R", e, *sums.shape))
+        s, R = R[:, dimension] / (Z if top is None else Z.clamp_min(1.0)), R[:, :dimension]
+        return Sums(top, Z, A, s, R.addcmul_(A, s[:, None], value=-1.0))
+
+
+class Directions:
+    """The directions scale W q of the logits: (d, m) for a fixed query, else (b, d, m)."""
+
+    def __init__(self, W: Tensor, query: Tensor, scale: float, name: str) -> None:
+        self.name = name
+        self.shape = W.shape[1], W.shape[0]
+        self.fixed = (W @ (scale * query)).mT.contiguous() if query.ndim == 1 else None
+        self.flat = W.permute(2, 1, 0).mul(scale).flatten(1) if query.ndim == 2 else None
+
+    def of(self, query: Tensor) -> Tensor:
+        """The directions of a block with these queries, (d,) or (b, d)."""
+        if self.fixed is not None:
+            return self.fixed
+        assert self.flat is not None
+        out = WORKSPACE.take(self.name, query, query.shape[0], self.flat.shape[1])
+        return torch.mm(query, self.flat, out=out).view(-1, *self.shape)
+
+
+def merged(first: Sums, second: Sums) -> Sums:
+    r"""
+    .. math:: Z = Z_1 + Z_2, \quad A = A_1 + A_2, \quad s = (Z_1 s_1 + Z_2 s_2)/Z, \quad
+        R = R_1 + R_2 + \frac{Z_1 Z_2}{Z} (s_1 - s_2) \Bigl(\frac{A_1}{Z_1} - \frac{A_2}{Z_2}\Bigr)
+
+    after both are brought to the larger ``top``. Only differences enter, so nothing cancels.
+    """
+    top: Tensor | None = None
+    weights = [first.Z, second.Z]
+    factors: list[Tensor] = []
+    if first.top is not None or second.top is not None:
+        tops = [torch.zeros_like(first.Z) if t.top is None else t.top for t in (first, second)]
+        top = torch.maximum(*tops)
+        factors = [torch.exp2(own - top) for own in tops]
+        weights = [f * z for f, z in zip(factors, weights, strict=True)]
+    Z = weights[0] + weights[1]
+
+    def joined(one: Tensor, two: Tensor) -> Tensor:
+        if not factors:
+            return one + two
+        return one * factors[0][:, None] + two * factors[1][:, None]
+
+    A = joined(first.A, second.A)
+    if first.s is None or second.s is None or first.R is None or second.R is None:
+        return Sums(top, Z, A, None, None)
+    tiny = torch.finfo(Z.dtype).tiny
+    share = weights[1] / Z.clamp_min(tiny)
+    s = first.s + share * (second.s - first.s)
+    # A part without a kept token has Z = 0 and A = 0: any positive number stands in for its Z.
+    means = [t.A / t.Z.clamp_min(tiny)[:, None] for t in (first, second)]
+    between = (weights[0] * share * (first.s - second.s))[:, None] * (means[0] - means[1])
+    return Sums(top, Z, A, s, joined(first.R, second.R).add_(between))
+
+
+def _weigh(
+    x: Tensor, w: Tensor, mask: Tensor | None, e: Tensor, A: Tensor, top: Tensor | None
+) -> Tensor:
+    """Fill e with 2^(l - top), and top with the largest l where it is asked for; return x^T e."""
+    _project(x, w, e)
+    if mask is not None:
+        e.masked_fill_(~mask[..., None], -torch.inf)
+    if top is not None:
+        torch.amax(e, dim=1, out=top)
+        e.sub_(top.clamp_min_(torch.finfo(e.dtype).min)[:, None])
+    return torch.bmm(x.mT, e.exp2_(), out=A)
+
+
+def _project(x: Tensor, directions: Tensor, out: Tensor) -> Tensor:
+    """Inner products of the tokens (without their last coordinate) with (d, m) or (b, d, m)."""
+    if directions.ndim == 3:
+        return torch.bmm(x[..., :-1], directions, out=out)
+    torch.mm(x.view(-1, x.shape[-1])[:, :-1], directions, out=out.view(-1, out.shape[-1]))
+    return out

@@ -1,0 +1,37 @@
+"""Memory that is written again and again: fresh pages cost more than the arithmetic on them."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import torch
+from torch import Tensor
+
+# What is larger is given back: a workspace holds a few blocks, never an array of the whole batch.
+_KEPT = 2**21
+
+
+class Workspace(threading.local):
+    """Named buffers of one thread, kept from block to block and from call to call."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def take(self, name: str, like: Tensor, *shape: int) -> Tensor:
+        """Return uninitialised memory of that shape, in the dtype and on the device of ``like``.
+
+        The next call with the same name returns the same memory.
+        """
+        size = math.prod(shape)
+        key = name, like.dtype, like.device
+        buffer = self._kept.get(key)
+        if buffer is None or buffer.numel() < size:
+            buffer = torch.empty(size, dtype=like.dtype, device=like.device)
+            if size <= _KEPT:
+                self._kept[key] = buffer
+        return buffer[:size].view(shape)
+
+
+#: The workspace of the engines that run on blocks.
+WORKSPACE = Workspace()
