@@ -35,9 +35,7 @@ def instance(
     """
     held = round(n * HELD_OUT / (1 - HELD_OUT))
     total = n + max(1, held)
-    tokens = unit_ball_tokens(
-        total, T, d, generator=generator(0, "benchmarks", "tokens")
-    )
+    tokens = unit_ball_tokens(total, T, d, generator=generator(0, "benchmarks", "tokens"))
     targets = torch.randn(total, generator=generator(0, "benchmarks", "targets"))
     fixed = query_vector(d, generator=generator(0, "benchmarks", "query"))
     draw = symmetric_initialisation if paired else independent_initialisation

@@ -39,14 +39,13 @@ def measure(settings: Settings) -> list[Row | Point]:
     for side in SIDES:
         for T in lengths:
             peaks[side, T] = peak_megabytes(compute, side, T)
-            rows.append(
-                Point(GROUP, "peak of a training step", side, "T", T, peaks[side, T], "MB")
-            )
+            rows.append(Point(GROUP, "peak of a training step", side, "T", T, peaks[side, T], "MB"))
     longest = lengths[-1]
+    sizes = f"T={longest} m={HEADS} n={SAMPLES} d={DIMENSION} q=fixed"
     tokens = SAMPLES * longest * DIMENSION * 4 / 2**20
     rows.append(
         Row(
-            GROUP, "peak of a training step beyond its tokens", f"T={longest} m={HEADS} n={SAMPLES}",
+            GROUP, "peak of a training step beyond its tokens", sizes,
             "the tokens themselves", "ours", ratio=peaks["ours", longest],
             target=settings.target(16.0), sense="at most", unit="MB", baseline_mb=tokens,
             ours_mb=peaks["ours", longest], difference=difference, tolerance=1e-4,
@@ -58,7 +57,7 @@ def measure(settings: Settings) -> list[Row | Point]:
         rows.append(
             Row(
                 GROUP, f"peak of a training step, {side} over ours",
-                f"T={longest} m={HEADS} n={SAMPLES}", side, "ours",
+                sizes, side, "ours",
                 ratio=peaks[side, longest] / max(peaks["ours", longest], 1.0),
                 baseline_mb=peaks[side, longest], ours_mb=peaks["ours", longest],
                 difference=difference, tolerance=1e-4,
@@ -75,12 +74,8 @@ def compute(side: str, T: int) -> Callable[[], tuple[Tensor, ...]]:
         for length, n in ((8, 2), (T, SAMPLES))
     )
     assert isinstance(full.query, Tensor)
-    if side == "ours":
-        run = _ours
-    else:
-        run = _plain if side == "plain" else _fused_attention
-    for problem in (small,):
-        run(problem.initial, problem.data.tokens, problem.data.targets, full.query)
+    run = {"ours": _ours, "plain": _plain, "fused attention": _fused_attention}[side]
+    run(small.initial, small.data.tokens, small.data.targets, full.query)
     tokens, targets = full.data.tokens.clone(), full.data.targets.clone()
     return lambda: run(full.initial, tokens, targets, full.query)  # type: ignore[arg-type]
 

@@ -58,10 +58,11 @@ def interpreter() -> Path:
 
 @dataclass(frozen=True)
 class Peer:
-    """A kernel in the other process: its value, its peak memory, and a side for a race."""
+    """A kernel in the other process: its value, peak memory and CPU seconds; a side of a race."""
 
     kernel: Tensor
     peak_mb: float
+    first_cpu: float
     process: subprocess.Popen[str]
 
     def __call__(self) -> Spent:
@@ -80,7 +81,9 @@ def peer(parameters: Parameters, tokens: Tensor, query: Tensor, method: str) -> 
         arrays = {**parameters._asdict(), "tokens": tokens, "query": query}
         np.savez(problem, **{name: array.numpy() for name, array in arrays.items()})
         process = subprocess.Popen(
-            [str(python), str(HERE / "neural_tangents_server.py"), str(problem), method, str(result)],
+            # -P: the module beside the script has the name of the package.
+            [str(python), "-P", str(HERE / "neural_tangents_server.py"), str(problem), method,
+             str(result)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -93,8 +96,9 @@ def peer(parameters: Parameters, tokens: Tensor, query: Tensor, method: str) -> 
             },
         )  # fmt: skip
         try:
-            peak = _line(process)["peak_mb"]
-            yield Peer(torch.from_numpy(np.load(result)["kernel"]), peak, process)
+            first = _line(process)
+            kernel = torch.from_numpy(np.load(result)["kernel"])
+            yield Peer(kernel, first["peak_mb"], first["cpu"], process)
         finally:
             process.kill()
             process.communicate()

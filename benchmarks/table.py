@@ -1,4 +1,4 @@
-r"""The rows of the table: what was compared, by how much ours is ahead, and whether that is enough."""
+r"""The rows of the table: what was compared, and by how much ours is ahead."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Row:
 
     @property
     def met(self) -> str:
-        """ "yes", "no", "failed", or nothing where no target is set."""
+        """One of yes, no, failed; empty where no target is set."""
         if self.error:
             return "failed"
         if math.isnan(self.target) or math.isnan(self.ratio):
@@ -162,15 +162,20 @@ def as_text(row: Row) -> str:
     head = f"{row.met or '-':>6}  {row.what} [{row.sizes}]"
     if row.error:
         return f"{head}: {row.error}"
-    interval = "" if math.isnan(row.lower) else f" ({row.lower:.3g} to {row.upper:.3g})"
-    target = "" if math.isnan(row.target) else f", {row.sense} {row.target:g}"
-    parts = [f"{head}: {row.ratio:.3g} {row.unit}{interval}{target}"]
-    if not math.isnan(row.ours_ms):
-        parts.append(
-            f"CPU {row.baseline_ms:.4g} ms {row.baseline} | {row.ours_ms:.4g} ms {row.ours}"
-        )
-    if not math.isnan(row.ours_mb):
-        parts.append(f"peak {row.baseline_mb:.4g} MB | {row.ours_mb:.4g} MB")
+    parts = [head]
+    if not math.isnan(row.ratio):
+        interval = "" if math.isnan(row.lower) else f" ({row.lower:.3g} to {row.upper:.3g})"
+        asked = "" if math.isnan(row.target) else f", {row.sense} {row.target:g}"
+        parts = [f"{head}: {row.ratio:.3g} {row.unit}{interval}{asked}"]
+    for title, unit, before, after in (
+        ("CPU", "ms", row.baseline_ms, row.ours_ms),
+        ("peak", "MB", row.baseline_mb, row.ours_mb),
+    ):
+        if not math.isnan(after):
+            sides = [f"{after:.4g} {unit} {row.ours}"]
+            if not math.isnan(before):
+                sides.insert(0, f"{before:.4g} {unit} {row.baseline}")
+            parts.append(f"{title} {' | '.join(sides)}")
     return "; ".join([*parts, f"malloc {row.malloc}", *filter(None, [row.note])])
 
 

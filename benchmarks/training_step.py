@@ -8,7 +8,7 @@ losses. The limit carries out the operations that these steps need, from registe
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ def measure(shape: Shape, settings: Settings) -> list[Row | Point]:
     sides: dict[str, Side] = {"plain": lambda: plain_training(problem, steps)}
     rows: list[Row | Point] = []
     differences = {}
-    common = {"group": GROUP, "sizes": str(shape), "malloc": settings.malloc}
+    common: dict[str, Any] = {"group": GROUP, "sizes": str(shape), "malloc": settings.malloc}
     for engine in ENGINES:
         side = served_by(engine, lambda: our_training(problem, steps))
         try:
@@ -101,7 +101,7 @@ def measure(shape: Shape, settings: Settings) -> list[Row | Point]:
             rows.append(Row(what=what, baseline="plain", ours=engine,
                             target=settings.target(target(engine, shape, settings.malloc)),
                             error=f"{type(problem_found).__name__}: {problem_found}",
-                            **common))  # type: ignore[arg-type]  # fmt: skip
+                            **common))  # fmt: skip
             continue
         sides[engine] = side
     total = shape.step_work(problem.data)
@@ -114,8 +114,8 @@ def measure(shape: Shape, settings: Settings) -> list[Row | Point]:
         rows.append(
             timed_row(
                 times, "plain", engine, what=f"training step, {engine}",
-                target=settings.target(target(engine, shape, settings.malloc)), difference=difference,
-                tolerance=TOLERANCE, note=f"{steps} steps a run", **common,
+                target=settings.target(target(engine, shape, settings.malloc)),
+                difference=difference, tolerance=TOLERANCE, note=f"{steps} steps a run", **common,
             )
         )  # fmt: skip
     if "fused" in differences:
@@ -134,8 +134,8 @@ def measure(shape: Shape, settings: Settings) -> list[Row | Point]:
         if shape in WIDTHS + LENGTHS + QUICK[:1]:
             against = "T" if shape in LENGTHS else "m"
             rows += [
-                Point(GROUP, curve, side, against, getattr(shape, against), 1e3 * times.median(side),
-                      "CPU ms a step")
+                Point(GROUP, curve, side, against, getattr(shape, against),
+                      1e3 * times.median(side), "CPU ms a step")
                 for side in sides
             ]  # fmt: skip
     return rows
@@ -162,9 +162,10 @@ def _gradient_alone(
     near = shape.T >= LIMIT_T and shape.m >= LIMIT_M
     return timed_row(
         times, "fused", "limit", what="loss and gradients, fused, over the limit",
-        target=settings.target(LIMIT if near else NAN), sense="at most", difference=difference, tolerance=1e-5,
+        target=settings.target(LIMIT if near else NAN), sense="at most", difference=difference,
+        tolerance=1e-5,
         note="agreement is with the reference engine", **common,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 def plain_training(problem: Instance, steps: int) -> tuple[Tensor, tuple[Tensor, ...]]:

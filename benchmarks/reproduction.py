@@ -1,0 +1,116 @@
+r"""What the paper's experiments cost here: hours on two cores, from the cost of their parts.
+
+Seeds are run in two processes of one thread each. The cost of every part is measured while
+another process computes the same, so that what two busy cores take from each other is counted.
+
+- width: 6 widths x 10 seeds x 4000 projected steps, n = 4000 + 1000, T = 16, d = 8;
+- autoregression: 4 lengths x 20 seeds x 5000 steps for each of Transformer and IndRNN, d = 17;
+- 10 teachers of 8192 heads on 5000 samples;
+- linearisation: 6 widths x 10 seeds, 8 random directions and one adversary.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+
+import torch
+
+from attention_dynamics.data import generator
+from attention_dynamics.models.indrnn import IndRNN
+from attention_dynamics.theory.linearisation import (
+    adversarial_perturbation,
+    linearisation_error,
+    random_perturbation,
+)
+from attention_dynamics.training import Radii
+from benchmarks.instances import instance
+from benchmarks.recurrence import LENGTHS, our_training
+from benchmarks.table import Case, Point, Row, Settings
+from benchmarks.teacher import our_teacher
+from benchmarks.training_step import our_training as our_descent
+
+GROUP = "reproduction"
+WIDTHS = (8, 16, 32, 64, 128, 256)
+RADII = Radii(3.0, 3.0, 3.0)
+
+
+def cases(settings: Settings) -> list[Case]:
+    """One case: the sum."""
+    return [Case("the whole reproduction", lambda: measure(settings))]
+
+
+def measure(settings: Settings) -> list[Row | Point]:
+    """Measure the parts in two processes at once and add them up."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        found = pool.map(costs, [settings.quick] * 2, chunksize=1)
+    mean = {part: sum(one[part] for one in found) / len(found) for part in found[0]}
+    hours = {
+        "width": 10 * 4000 * sum(mean[f"width m={m}"] for m in WIDTHS),
+        "Transformer, autoregression": 20 * 5000 * sum(mean[f"AR T={T}"] for T in LENGTHS),
+        "IndRNN, autoregression": 20 * 5000 * sum(mean[f"IndRNN T={T}"] for T in LENGTHS),
+        "teachers": 10 * mean["teacher"],
+        "linearisation": 10 * sum(mean[f"linearisation m={m}"] for m in WIDTHS),
+    }
+    hours = {part: seconds / 2 / 3600 for part, seconds in hours.items()}
+    rows: list[Row | Point] = [
+        Row(
+            GROUP, "whole reproduction of the paper", "two processes on two cores", "", "ours",
+            ratio=sum(hours.values()), target=settings.target(2.0), sense="at most", unit="hours",
+            threads=1, malloc=settings.malloc,
+            note="; ".join(f"{part} {value:.2f} h" for part, value in hours.items()),
+        )
+    ]  # fmt: skip
+    rows += [
+        Point(GROUP, "hours of a part", part, "part", index, value, "hours on two cores")
+        for index, (part, value) in enumerate(hours.items())
+    ]
+    rows += [
+        Point(GROUP, "cost of a part", part, "part", index, 1e3 * value, "wall ms")
+        for index, (part, value) in enumerate(mean.items())
+    ]
+    return rows
+
+
+def costs(quick: bool) -> dict[str, float]:
+    """Wall seconds of one step, teacher, or linearisation cell of each part, in this process."""
+    n = 32 if quick else 4000
+    found = {}
+    for m in WIDTHS:
+        problem = instance(8, 16, m, n)
+        steps = 2 if quick else max(10, 2560 // m)
+        found[f"width m={m}"] = _seconds(lambda: our_descent(problem, steps)) / (steps + 1)  # noqa: B023
+    for T in LENGTHS:
+        problem = instance(17, T, 64, n)
+        steps = 2 if quick else 20
+        found[f"AR T={T}"] = _seconds(lambda: our_descent(problem, steps)) / (steps + 1)  # noqa: B023
+        model = IndRNN(
+            64, 17, recurrent_init=1.5, generator=generator(0, "benchmarks", "recurrence")
+        )
+        start = model.snapshot()
+        run = lambda: our_training(start, problem.data, steps)  # noqa: B023, E731
+        found[f"IndRNN T={T}"] = _seconds(run) / (steps + 1)
+    found["teacher"] = _seconds(our_teacher(64 if quick else 8192, 16 if quick else 5000))
+    for m in WIDTHS:
+        found[f"linearisation m={m}"] = _seconds(lambda: _linearisation(m, n))  # noqa: B023
+    return found
+
+
+def _linearisation(m: int, n: int) -> None:
+    """Eight random directions and the adversary of one cell."""
+    problem = instance(8, 16, m, n, query="fixed")
+    draws = generator(0, "benchmarks", "directions")
+    for _ in range(8):
+        moved = random_perturbation(problem.initial, RADII, generator=draws)
+        linearisation_error(problem.initial, moved, problem.data.tokens, query=problem.query)
+    adversarial_perturbation(
+        problem.initial, RADII, problem.data.tokens, query=problem.query, generator=draws
+    )
+
+
+def _seconds(run) -> float:  # type: ignore[no-untyped-def]
+    run()
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
