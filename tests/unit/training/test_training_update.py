@@ -141,17 +141,27 @@ def test_what_is_not_finite_stays_so_and_in_its_head(kind, bad):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_mean_is_summed_in_float64(kind):
-    # 2^24 + 1 is no float32: a sum in float32 would stop at 2^24, or lose the small displacement.
-    centre = Parameters(torch.ones(1), torch.full((1, 1), 2.0**12), torch.zeros(1, 1, 1))
+    # 2^-30 - 1 is no float32, and neither is 10^4 + 2^-20: sums in float32 would lose the small.
+    centre = Parameters(torch.ones(1), torch.full((1, 1), 2.0**12), torch.ones(1, 1, 1))
     own = made(kind, ProjectionSet(centre, Radii(None, 0.0, None)), 1.0)
-    tiny = 2.0**-20
-    put(own, 1, centre._replace(c=centre.c + tiny, W=torch.full((1, 1, 1), 2.0**-30)))
-    for slot in (0, 1, 1, 1):
-        own.accumulate(slot)
-    mean = own.mean(4)
-    assert mean.c.item() == 1 + 0.75 * tiny
-    assert mean.U.item() == 2.0**12
-    assert mean.W.item() == 0.75 * 2.0**-30
+    put(own, 1, centre._replace(c=centre.c + 2.0**-20, W=torch.full((1, 1, 1), 2.0**-30)))
+    own.accumulate(1)
+    assert own.mean(1).W.item() == 2.0**-30
+    put(own, 2, centre._replace(c=torch.full((1,), 1e4)))
+    own.accumulate(2)
+    put(own, 2, centre._replace(c=torch.full((1,), 2 - 1e4)))
+    own.accumulate(2)
+    assert own.mean(1).c.item() == 1 + 2.0**-20
+    assert own.mean(3).U.item() == 2.0**12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frozen_head_at_rest_stays_and_is_not_brought_back(kind):
+    centre, _, g = problem(3, 2, torch.float64)
+    own = made(kind, ProjectionSet(centre, Radii(0.0, 0.0, 0.0)), 1.0)
+    own.step(0, 1, g.scaled(0.0))
+    assert all(torch.equal(a, b) for a, b in zip(own.iterates[1], centre, strict=True))
+    assert own.report([1])[0][3:] == [0.0] * 6
 
 
 @pytest.mark.parametrize("kind", KINDS)
