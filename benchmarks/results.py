@@ -60,7 +60,7 @@ def store(
     ran = {entry["group"] for entry in [*rows, *facts]}
     old = read_manifest(folder)
     same = old.get("profile") == ("quick" if quick else "full")
-    kept = [fact for fact in old.get("groups", ()) if same and fact["group"] not in ran]
+    kept = [fact for fact in old.get("groups", []) if same and fact["group"] not in ran]
     for name, fresh, columns in ((TABLE, rows, ROW_COLUMNS), (CURVES, points, POINT_COLUMNS)):
         frame = pd.DataFrame(fresh, columns=columns)
         path, keep = folder / name, {fact["group"] for fact in kept}

@@ -58,6 +58,8 @@ class Shape(NamedTuple):
 WIDTHS = tuple(Shape(8, 16, m) for m in (8, 16, 32, 64, 128, 256))
 LENGTHS = tuple(Shape(17, T, 64) for T in (5, 17, 73, 97))
 FIXED = tuple(s._replace(query="fixed") for s in (WIDTHS[0], WIDTHS[3], WIDTHS[5], LENGTHS[3]))
+# Compiling takes up to a minute a shape.
+COMPILED = (WIDTHS[0], WIDTHS[3], WIDTHS[5], LENGTHS[3])
 QUICK = (Shape(3, 4, 8, n=64), Shape(3, 4, 8, n=64, query="fixed"))
 
 
@@ -92,6 +94,8 @@ def measure(shape: Shape, settings: Settings) -> list[Row | Point]:
     differences = {}
     common: dict[str, Any] = {"group": GROUP, "sizes": str(shape), "malloc": settings.malloc}
     for engine in ENGINES:
+        if engine == "compiled" and not (shape in COMPILED and settings.malloc == "default"):
+            continue
         side = served_by(engine, lambda: our_training(problem, steps))
         try:
             require_engine(engine)
