@@ -28,14 +28,15 @@ class Objective:
     r""":math:`L_n(\phi) = \frac1n \sum_j (f(X_j; \phi) - y_j)^2` on fixed data, unchecked.
 
     Build it with :meth:`of`, which checks the data once and lays them out as an engine reads them:
-    contiguous, padding zeroed, the query "last" replaced by the last valid tokens.
+    contiguous, padding zeroed, the query "last" replaced by the last valid tokens. The engine is
+    chosen there too, so parameters have to be plain tensors: autograd is served by ``models``.
     """
 
     inputs: Inputs
     targets: Float[Tensor, " n"]
     activation: Activation
     scale: float
-    engine: str = "auto"
+    engine: Engine
 
     @classmethod
     def of(
@@ -82,7 +83,8 @@ class Objective:
         inputs = Inputs(
             tokens.contiguous(), query.contiguous(), None if mask is None else mask.contiguous()
         )
-        return cls(inputs, targets.contiguous(), model.activation, model.scale, engine)
+        chosen = selection.choose(engine, inputs, model.heads, targets)
+        return cls(inputs, targets.contiguous(), model.activation, model.scale, chosen)
 
     @property
     def tokens(self) -> Float[Tensor, "n T d"]:
@@ -97,13 +99,13 @@ class Objective:
     def loss(self, parameters: Parameters) -> Float[Tensor, ""]:
         r""":math:`L_n(\phi)`, 0-d."""
         c, U, W = parameters
-        s = self._chosen(parameters).scores(self.inputs, U, W, self.scale)
+        s = self.engine.scores(self.inputs, U, W, self.scale)
         values = head_sum(c, self.activation.value(s), twin_heads(parameters))
         return (values - self.targets).square().mean()
 
     def loss_and_gradients(self, parameters: Parameters) -> tuple[Float[Tensor, ""], Parameters]:
         r""":math:`L_n(\phi)` and :math:`\nabla L_n(\phi)` by the closed form."""
-        values, gradients = self._chosen(parameters).step(
+        values, gradients = self.engine.step(
             self.inputs, parameters, self.activation, self.scale, self.targets
         )
         return (values - self.targets).square().mean(), gradients
@@ -124,6 +126,3 @@ class Objective:
             None if mask is None else taken(mask),
         )
         return Objective(inputs, taken(self.targets), self.activation, self.scale, self.engine)
-
-    def _chosen(self, parameters: Parameters) -> Engine:
-        return selection.choose(self.engine, self.inputs, parameters.heads, *parameters)
