@@ -11,7 +11,6 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
-#include <new>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -24,17 +23,17 @@ template <class S, int BYTES> class Attention : Features<S, BYTES> {
   using Base = Features<S, BYTES>;
   using typename Base::V;
   using Base::L, Base::attend, Base::products, Base::tanh;
-  static constexpr long SLICES = 16, WORK = 1 << 18, CACHE = 1 << 18;  // at least, at most
+  // At most 16 slices, each of 2^18 elements n T m d at least; what a block keeps, in bytes, is to
+  // stay in the second cache, and what a call keeps for the next one is to be small.
+  static constexpr long SLICES = 16, WORK = 1 << 18, CACHE = 1 << 18, KEPT = 1 << 26;
 
   struct Worker {  // work space of one thread
-    V *p, *z, *w, *u, *s, *features, *sigma, *factors;
+    V *p, *z, *pairs, *s, *features, *sigma, *factors;
     S *products, *q, *copies;
     Tokens<S> samples[SAMPLES];
     S g[SAMPLES];
   };
-  struct Slice {
-    V *c, *U, *W;  // gradients, that of W in w = W q for a fixed query
-  };
+  struct Slice { V *c, *U, *W; };  // gradients, that of W in w = W q for a fixed query
 
   const Problem& P;
   const long n, T, d, m, tiles, size_W;
@@ -55,7 +54,7 @@ template <class S, int BYTES> class Attention : Features<S, BYTES> {
     for (Slice& part : parts)
       part.c = vectors(tiles), part.U = vectors(tiles * d), part.W = vectors(tiles * size_W);
     for (Worker& k : workers) {
-      k.p = vectors(B * d), k.z = vectors(B * d), k.w = vectors(TOKENS), k.u = vectors(TOKENS);
+      k.p = vectors(B * d), k.z = vectors(B * d), k.pairs = vectors(2 * TOKENS);
       k.s = vectors(B), k.features = vectors((whole ? tiles : 1) * B * 2 * d);
       k.sigma = vectors(whole ? tiles * B : 0), k.factors = vectors(B);
       k.products = numbers(whole ? tiles * L * B : 0), k.q = numbers(B * d);
@@ -64,22 +63,23 @@ template <class S, int BYTES> class Attention : Features<S, BYTES> {
     return memory.used;
   }
 
-  void pack_heads(const void* from, long size, V* to) const {
-    pack(static_cast<const S*>(from), m, size, L, reinterpret_cast<S*>(to));
+  void pack_heads(const void* from, long size, V* to, double factor = 1) const {
+    pack(static_cast<const S*>(from), m, size, L, S(factor), reinterpret_cast<S*>(to));
   }
   void unpack_heads(const V* from, long size, void* to) const {
     unpack(reinterpret_cast<const S*>(from), m, size, L, static_cast<S*>(to));
   }
-  void pack_queries(const void* from, V* to) const {  // A, or gamma A q for a fixed query
-    if (P.per_sample || !from) return pack_heads(from, size_W, to);
+  // A, or gamma A q for a fixed query.
+  void pack_queries(const void* from, V* to, double factor = 1) const {
+    if (P.per_sample || !from) return pack_heads(from, size_W, to, factor);
     std::vector<S> p(m * d);
     for (long i = 0; i < m * d; ++i)
       for (long l = 0; l < d; ++l) p[i] += static_cast<const S*>(from)[i * d + l] * q[l];
-    pack_heads(p.data(), d, to);
+    pack_heads(p.data(), d, to, factor);
   }
-  void put(void* array, long j, long tile, V value) const {  // lanes of an array (n, m)
-    std::memcpy(static_cast<S*>(array) + j * m + tile * L, &value,
-                sizeof(S) * std::min(L, m - tile * L));
+  size_t bytes(long tile) const { return sizeof(S) * std::min(L, m - tile * L); }
+  void put(void* array, long j, long tile, V value) const {
+    std::memcpy(static_cast<S*>(array) + j * m + tile * L, &value, bytes(tile));
   }
 
   void gather(long j0, long b, Worker& k) const {  // kept tokens and scaled queries of a block
@@ -91,66 +91,57 @@ template <class S, int BYTES> class Attention : Features<S, BYTES> {
         k.q[j * d + i] = S(P.scale) * static_cast<const S*>(P.query)[(j0 + j) * d + i];
     }
   }
+  // gamma W q of a block.
   const V* head_queries(const V* from, long tile, long b, const Worker& k, V* to) const {
     if (!P.per_sample) return from + tile * d;
     products(from + tile * size_W, d, d, 1, k.q, d, 1, b, d,
              [&](long row, long j, V sum) { to[j * d + row] = sum; });
     return to;
   }
-  V slope(const V* a, long tile, const V* z) const {  // s' = V.a + r.(gamma Z q)
-    V sum = {};
-    for (long i = 0; i < d; ++i) sum += direction[tile * d + i] * a[i] + a[d + i] * z[i];
-    return sum;
-  }
-
   // Features of a block of samples for one tile of heads, and what the mode makes of them.
   void heads(long tile, long j0, long b, Worker& k) const {
     V* features = k.features + (whole ? tile * B * 2 * d : 0);
     const long step = P.per_sample ? d : 0;
     const V* p = head_queries(W, tile, b, k, k.p);
     const V* z = P.Z ? head_queries(Z, tile, b, k, k.z) : nullptr;
-    attend(k.samples, b, d, p, step, U + tile * d, k.w, k.u, k.s,
-           P.mode == SCORES ? nullptr : features);
+    const bool scores = P.mode == SCORES;
+    attend(k.samples, b, d, p, step, U + tile * d, k.pairs, k.s, scores ? nullptr : features);
     for (long j = 0; j < b; ++j) {
-      const V s = k.s[j], *a = features + j * 2 * d, *r = a + d;
+      const V s = k.s[j], *a = features + j * 2 * d;
       if (whole) {
         const V sigma = tanh(s), product = c[tile] * sigma;
         k.sigma[tile * B + j] = sigma;
         std::memcpy(k.products + (j * tiles + tile) * L, &product, BYTES);
       } else if (P.mode == PULL) {
         k.factors[j] = V{};
-        std::memcpy(&k.factors[j], static_cast<const S*>(P.given) + (j0 + j) * m + tile * L,
-                    sizeof(S) * std::min(L, m - tile * L));
+        const S* given = static_cast<const S*>(P.given) + (j0 + j) * m + tile * L;
+        std::memcpy(&k.factors[j], given, bytes(tile));
       } else if (P.mode == SUMS) {
-        const V sigma = tanh(s), along = slope(a, tile, z + j * step);
-        const V value = C[tile] * sigma + c[tile] * (1 - sigma * sigma) * along;
+        const V sigma = tanh(s), slope = c[tile] * (1 - sigma * sigma);
+        const V value = C[tile] * sigma +
+                        slope * Base::slope(a, direction + tile * d, z + j * step, d);
         if (tile == 0) P.sum[j0 + j] = P.squares[j0 + j] = 0;
         for (long i = 0; i < L; ++i)
           P.sum[j0 + j] += value[i], P.squares[j0 + j] += double(value[i]) * double(value[i]);
       } else {
         put(P.s, j0 + j, tile, s);
-        if (P.mode == SLOPES) put(P.slope, j0 + j, tile, slope(a, tile, z + j * step));
+        if (P.mode == SLOPES)
+          put(P.slope, j0 + j, tile, Base::slope(a, direction + tile * d, z + j * step, d));
         if (P.mode == FEATURES)
           for (long i = tile * L, at = ((j0 + j) * m + i) * d; i < std::min(m, tile * L + L); ++i)
             for (long l = 0; l < d; ++l, ++at)
-              static_cast<S*>(P.a)[at] = a[l][i % L], static_cast<S*>(P.r)[at] = r[l][i % L];
+              static_cast<S*>(P.a)[at] = a[l][i % L], static_cast<S*>(P.r)[at] = a[d + l][i % L];
       }
     }
   }
 
-  // f_j and g_j m^{-1/2}. The products c_i sigma_i were rounded when they were stored, and those of
-  // a pair (i, i + m/2) are added first: opposite twins cancel exactly.
-  void values(long j0, long b, Worker& k) const {
+  void values(long j0, long b, Worker& k) const {  // f_j and g_j m^{-1/2}
     const S norm = 1 / std::sqrt(S(m));
     for (long j = 0; j < b; ++j) {
       S g = static_cast<const S*>(P.given)[j0 + j];
       if (P.mode == STEP) {
-        const S *first = k.products + j * tiles * L, *second = first + m / 2;
-        S lanes[L] = {}, f = 0;
-        for (long i = 0; i < m / 2; ++i) lanes[i % L] += first[i] + second[i];
-        for (S lane : lanes) f += lane;
-        if (m % 2) f += first[m - 1];
-        static_cast<S*>(P.f)[j0 + j] = f *= norm;
+        const S f = norm * Base::pair_sum(k.products + j * tiles * L, m);
+        static_cast<S*>(P.f)[j0 + j] = f;
         g = 2 / S(n) * (f - g);
       }
       k.g[j] = norm * g;
@@ -161,11 +152,13 @@ template <class S, int BYTES> class Attention : Features<S, BYTES> {
   void pull(long tile, long b, Worker& k, const Slice& part) const {
     V *a = k.features + (whole ? tile * B * 2 * d : 0), *r = a + d;
     V *grad_U = part.U + tile * d, *grad_W = part.W + tile * size_W;
+    V in_c = {};
     for (long j = 0; whole && j < b; ++j) {
       const V sigma = k.sigma[tile * B + j];
-      part.c[tile] += k.g[j] * sigma;
+      in_c += k.g[j] * sigma;
       k.factors[j] = k.g[j] * c[tile] * (1 - sigma * sigma);
     }
+    part.c[tile] += in_c;
     for (long i = 0; i < d; ++i) {
       V in_U = {}, in_w = {};
       for (long j = 0; j < b; ++j) {
@@ -189,8 +182,9 @@ template <class S, int BYTES> class Attention : Features<S, BYTES> {
         heads(tile, j, b, k);
         if (P.mode == PULL) pull(tile, b, k, parts[index]);
       }
-      if (whole) values(j, b, k);
-      for (long tile = 0; whole && tile < tiles; ++tile) pull(tile, b, k, parts[index]);
+      if (!whole) continue;
+      values(j, b, k);
+      for (long tile = 0; tile < tiles; ++tile) pull(tile, b, k, parts[index]);
     }
   }
 
@@ -225,7 +219,7 @@ template <class S, int BYTES> class Attention : Features<S, BYTES> {
     for (long i = 0; i < d && !P.per_sample; ++i)
       q[i] = S(P.scale) * static_cast<const S*>(P.query)[i];
     pack_heads(P.U, d, U), pack_heads(P.c, 1, c), pack_heads(P.C, 1, C);
-    pack_heads(P.V, d, direction), pack_queries(P.W, W), pack_queries(P.Z, Z);
+    pack_heads(P.V, d, direction), pack_queries(P.W, W, LOG2_E), pack_queries(P.Z, Z);
     std::atomic<long> next{0};
     auto work = [&](Worker& k) {
       for (long i; (i = next++) < slices;) slice(i, k);
@@ -238,17 +232,15 @@ template <class S, int BYTES> class Attention : Features<S, BYTES> {
     work(workers[0]);
     for (std::thread& other : others) other.join();
     if (gradients) add_slices();
-    if (memory.size > (64u << 20)) memory.release();
+    if (long(memory.size) > KEPT) memory.release();
   }
 };
 
 // Half the vector where that holds all heads: m = 8 does not fill 16 lanes.
 template <class S> int run(const Problem* problem) try {
   constexpr int WIDE = LANES_BYTES, HALF = WIDE > 32 ? WIDE / 2 : WIDE;
-  if (problem->m * long(sizeof(S)) <= HALF)
-    Attention<S, HALF>(*problem).run();
-  else
-    Attention<S, WIDE>(*problem).run();
+  const bool half = problem->m * long(sizeof(S)) <= HALF;
+  half ? Attention<S, HALF>(*problem).run() : Attention<S, WIDE>(*problem).run();
   return 0;
 } catch (const std::bad_alloc&) {
   return 1;

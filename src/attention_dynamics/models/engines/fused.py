@@ -54,7 +54,7 @@ class Fused:
         if tokens.dtype not in (torch.float32, torch.float64):
             return f"the dtype is {tokens.dtype}"
         try:
-            native.library("attention.cpp")
+            _kernel(tokens.dtype)
         except native.Unavailable as reason:
             return str(reason)
         return None

@@ -1,4 +1,4 @@
-// Vectors of numbers, one head a lane: e^x, tanh, and the small matrix product behind every loop.
+// Vectors of numbers, one head a lane: 2^x, tanh, and the small matrix product behind every loop.
 #pragma once
 #include <cstdint>
 #include <iterator>
@@ -16,28 +16,28 @@ constexpr int WIDEST = 16, TILE = 6;
 #endif
 #define INLINE inline __attribute__((always_inline))
 
-// e^x = 2^k (1 + q), q = e^r - 1 = r + r^2 P(r), |r| <= log(2)/2, with k + bias in the low bits of
-// x/log(2) + shift. P is minimax, to 3e-9 and 4e-18; high + low = log(2), and k high is exact.
-template <class S> struct Exponential;
-template <> struct Exponential<float> {
+// 2^x = 2^k (1 + q), q = 2^r - 1 = r Q(r), |r| <= 1/2, with k + bias in the low bits of x + shift.
+// Q is minimax, to 1.1e-8 and 1.8e-17. Logits come in base 2, so that nothing is rounded in x - k.
+template <class S> struct Power;
+template <> struct Power<float> {
   using Bits = int32_t;
   static constexpr int mantissa = 23;
-  static constexpr float shift = 12582912.f + 127.f, lowest = -87.f;
-  static constexpr float high = 0.693359375f, low = -2.12194440e-4f;
-  static constexpr float P[] = {0.499999934579f, 0.166665206945f, 0.0416683831559f,
-                                0.0083687100561f, 0.00138149353865f};
+  static constexpr float shift = 12582912.f + 127.f, zero = -127.f;
+  static constexpr float Q[] = {0.693147187926f,   0.24022649795f,    0.0555035743454f,
+                                0.00961823745421f, 0.00133907355457f, 0.000154035316156f};
 };
-template <> struct Exponential<double> {
+template <> struct Power<double> {
   using Bits = int64_t;
   static constexpr int mantissa = 52;
-  static constexpr double shift = 6755399441055744. + 1023., lowest = -708.;
-  static constexpr double high = 6.93145751953125e-1, low = 1.42860682030941723212e-6;
-  static constexpr double P[] = {
-      0.50000000000000106294,    0.16666666666666413121,    0.041666666666530138289,
-      0.0083333333334940483156,  0.0013888888943634583914,  0.00019841269507515647742,
-      0.000024801493095182800227, 2.75575855067884665e-6,   2.7630249429196883386e-7,
-      2.5000344009127698029e-8};
+  static constexpr double shift = 6755399441055744. + 1023., zero = -1023.;
+  static constexpr double Q[] = {0.6931471805599453112,     0.24022650695910097891,
+                                 0.055504108664821236384,   0.009618129107607064039,
+                                 0.001333355814653166425,   0.00015403530441483656758,
+                                 0.000015252733701194614884, 1.3215442722277882267e-6,
+                                 1.0178121302447323307e-7,  7.0725621169673249131e-9,
+                                 4.4455375355511690213e-10};
 };
+constexpr double LOG2_E = 1.44269504088896340736;
 
 // Calls f with the size, 1..C, as a constant.
 template <int C, class F> INLINE void with_size(long size, F&& f) {
@@ -46,7 +46,7 @@ template <int C, class F> INLINE void with_size(long size, F&& f) {
 }
 
 template <class S, int BYTES> struct Lanes {
-  using E = Exponential<S>;
+  using E = Power<S>;
   using Bits = typename E::Bits;
   static constexpr long L = BYTES / sizeof(S);
   typedef S V __attribute__((vector_size(BYTES)));
@@ -54,27 +54,35 @@ template <class S, int BYTES> struct Lanes {
 
   static INLINE V larger(V a, V b) { return a > b ? a : b; }
 
-  static INLINE void exp_parts(V x, V& scale, V& q) {
-    const V shifted = x * S(1.44269504088896340736) + E::shift, k = shifted - E::shift;
-    V r = x - k * E::high;
-    r = r - k * E::low;
-    V p = V{} + E::P[std::size(E::P) - 1];
-    for (int i = int(std::size(E::P)) - 2; i >= 0; --i) p = p * r + E::P[i];
+  // For x <= 0. Below the normal numbers k + bias = 0, which are the bits of scale = 0; NaN stays.
+  static INLINE void power_parts(V x, V& scale, V& q) {
+    x = larger(V{} + E::zero, x);
+    const V shifted = x + E::shift, r = x - (shifted - E::shift);
+    V p = V{} + E::Q[std::size(E::Q) - 1];
+    for (int i = int(std::size(E::Q)) - 2; i >= 0; --i) p = p * r + E::Q[i];
     scale = (V)((VBits)shifted << E::mantissa);
-    q = (r * r) * p + r;
+    q = r * p;
   }
-  // e^x for x <= 0; 0 where it would be below the smallest normal number, NaN for NaN.
-  static INLINE V exp(V x) {
+  static INLINE V power(V x) {  // 2^x
     V scale, q;
-    exp_parts(x, scale, q);
-    return x < E::lowest ? V{} : scale * q + scale;
+    power_parts(x, scale, q);
+    return scale * q + scale;
   }
   // tanh |x| = -h / (2 + h), h = e^{-2|x|} - 1, keeps its digits near 0.
   static INLINE V tanh(V x) {
-    V y = x < 0 ? x + x : -(x + x), scale, q;
-    exp_parts(y, scale, q);
-    const V h = y < E::lowest ? V{} - 1 : scale * q + (scale - 1), t = -h / (h + 2);
+    V scale, q;
+    power_parts(x * (x < 0 ? V{} + S(2 * LOG2_E) : V{} - S(2 * LOG2_E)), scale, q);
+    const V h = scale * q + (scale - 1), t = -h / (h + 2);
     return x < 0 ? -t : t;
+  }
+
+  // sum_i products_i, a pair (i, i + m/2) added first. The products c_i sigma_i were rounded when
+  // they were stored, not fused with this sum: those of opposite twins cancel exactly.
+  static S pair_sum(const S* products, long m) {
+    S lanes[L] = {}, sum = m % 2 ? products[m - 1] : 0;
+    for (long i = 0; i < m / 2; ++i) lanes[i % L] += products[i] + products[i + m / 2];
+    for (S lane : lanes) sum += lane;
+    return sum;
   }
 
   // out(v, c, sum_k A_v[k] b[c, k]): N vectors A_v of heads, numbers b common to all heads. The

@@ -48,10 +48,10 @@ template <class S> Tokens<S> kept(const S* x, const uint8_t* mask, long T, long 
 }
 
 // An array (m, size) into tiles of L heads, zero in the lanes beyond m; and back.
-template <class S> void pack(const S* from, long m, long size, long L, S* to) {
+template <class S> void pack(const S* from, long m, long size, long L, S factor, S* to) {
   for (long i = 0; from && i < (m + L - 1) / L * L; ++i)
     for (long k = 0; k < size; ++k)
-      to[(i / L * size + k) * L + i % L] = i < m ? from[i * size + k] : 0;
+      to[(i / L * size + k) * L + i % L] = i < m ? factor * from[i * size + k] : 0;
 }
 template <class S> void unpack(const S* from, long m, long size, long L, S* to) {
   for (long i = 0; i < m; ++i)

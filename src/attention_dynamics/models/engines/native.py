@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from functools import cache
@@ -63,33 +64,46 @@ def instruction_set() -> str:
     return str(torch.backends.cpu.get_cpu_capability())
 
 
-@cache
 def library(source: str, folder: Path | None = None) -> ctypes.CDLL:
     """Load the library of ``source`` (beside this module, or in ``folder``), building it if needed.
 
-    Raises Unavailable without a compiler, on a failed build, or where the cache can't be written.
+    Raises Unavailable without a compiler, on a failed build, or where the cache can't be written
+    or is not safe to load from. It is tried once a process and compiler.
     """
     path = (folder or Path(__file__).parent) / source
     found = compiler()
     if found is None:
         raise Unavailable("no C++ compiler was found (c++, g++ or clang++, or CXX)")
-    capability = instruction_set()
+    outcome = _attempt(path, found, instruction_set())
+    if isinstance(outcome, str):
+        raise Unavailable(outcome)
+    return outcome
+
+
+@cache
+def _attempt(path: Path, found: str, capability: str) -> ctypes.CDLL | str:
+    """Return the library or the reason why there is none: a failed build is not repeated."""
     extra = INSTRUCTION_SETS.get(capability, ())
     key = hashlib.sha256()
-    # A source may include any header beside it.
-    for text in (path, *sorted(path.parent.glob("*.h"))):
-        key.update(text.read_bytes())
-    for part in (found.encode(), _version(found), platform.machine().encode()):
-        key.update(part)
-    key.update(" ".join((*FLAGS, *extra)).encode())
-    name = f"{path.stem}-{capability.lower()}-{key.hexdigest()[:16]}.so"
     try:
+        # A source may include any header beside it.
+        for text in (path, *sorted(path.parent.glob("*.h"))):
+            key.update(text.read_bytes())
+        for part in (found.encode(), _version(found), platform.machine().encode()):
+            key.update(part)
+        key.update(" ".join((*FLAGS, *extra)).encode())
+        name = f"{path.stem}-{capability.lower()}-{key.hexdigest()[:16]}.so"
         target = cache_directory() / name
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if target.parent.stat().st_mode & stat.S_IWOTH:
+            return f"others can write to {target.parent}, so nothing is loaded from there"
         if not target.exists():
             _build(found, path, extra, target)
         return ctypes.CDLL(str(target))
+    except Unavailable as reason:
+        return str(reason)
     except OSError as error:
-        raise Unavailable(f"the library of {source} can't be kept or loaded: {error}") from error
+        return f"the library of {path.name} can't be kept or loaded: {error}"
 
 
 def _version(found: str) -> bytes:
@@ -97,7 +111,6 @@ def _version(found: str) -> bytes:
 
 
 def _build(found: str, path: Path, extra: tuple[str, ...], target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
     log.info("building %s for this processor, once", target.name)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / target.name
