@@ -9,6 +9,7 @@ the heads and reaches :math:`m^{-1/2}`. Tokens may have any norm here; the bound
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,12 +17,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attention_dynamics.models import shallow
-from attention_dynamics.models._pass import require_tokens
+from attention_dynamics.models._network import like_parameters, prepare, twin_heads
+from attention_dynamics.models._pass import Inputs, require_tokens
 from attention_dynamics.models.activations import Activation, get_activation
-from attention_dynamics.models.attention import Query, resolve_query
+from attention_dynamics.models.attention import Query
+from attention_dynamics.models.engines.selection import choose
 from attention_dynamics.models.parameters import Parameters
+from attention_dynamics.theory._head_ascent import Displacements, HeadAscent
 from attention_dynamics.training.projection import Radii, bounded_radii
-from attention_dynamics.validation import require_cpu_generator, require_integer
+from attention_dynamics.validation import known_truth, require_cpu_generator, require_integer
 
 
 def linearised(
@@ -33,8 +37,11 @@ def linearised(
     activation: str | Activation = "tanh",
     scale: float = 1.0,
     mask: Bool[Tensor, "n T"] | None = None,
+    engine: str = "auto",
 ) -> Float[Tensor, " n"]:
     r""":math:`f_{\mathrm{lin}} = f(X; \phi_0) + \langle\nabla f(X; \phi_0), \phi - \phi_0\rangle`.
+
+    One pass over the tokens, and at the symmetric initialisation over half of the heads.
 
     Raises ValueError or TypeError for tokens or parameters that do not fit, NaN or infinity.
     """
@@ -43,18 +50,15 @@ def linearised(
             f"parameters: expected W of shape {tuple(initial.W.shape)}, as in initial, got "
             f"{tuple(parameters.W.shape)}; compare parameters of one model"
         )
-    value = shallow.forward(
-        initial, tokens, query=query, activation=activation, scale=scale, mask=mask
-    )
-    return value + shallow.jvp(
-        initial,
-        tokens,
-        parameters.minus(initial),
-        query=query,
-        activation=activation,
-        scale=scale,
-        mask=mask,
-    )
+    sigma, inputs, initial = prepare(initial, tokens, query, activation, mask, True)
+    parameters.require_valid()
+    direction = like_parameters("parameters", parameters, initial).minus(initial)
+    heads = initial.heads
+    U, W, in_value, tangent = _merged(initial, direction)
+    chosen = choose(engine, inputs, U.shape[0], *initial, *direction)
+    s, slope = chosen.slopes(inputs, U, W, tangent.U, tangent.W, scale)
+    value, first = sigma.value_and_first(s)
+    return ((in_value + tangent.c) * value + first * slope).sum(dim=-1) * heads**-0.5
 
 
 def linearisation_error(
@@ -66,6 +70,7 @@ def linearisation_error(
     activation: str | Activation = "tanh",
     scale: float = 1.0,
     mask: Bool[Tensor, "n T"] | None = None,
+    engine: str = "auto",
 ) -> Float[Tensor, " n"]:
     r""":math:`f(X_j; \phi) - f_{\mathrm{lin}}(X_j; \phi)`, signed, (n,).
 
@@ -80,11 +85,13 @@ def linearisation_error(
     if isinstance(query, Tensor):
         query = query.double()
     value = shallow.forward(
-        parameters, tokens, query=query, activation=activation, scale=scale, mask=mask
-    )
+        parameters, tokens, query=query, activation=activation, scale=scale, mask=mask,
+        engine=engine,
+    )  # fmt: skip
     return value - linearised(
-        initial, parameters, tokens, query=query, activation=activation, scale=scale, mask=mask
-    )
+        initial, parameters, tokens, query=query, activation=activation, scale=scale, mask=mask,
+        engine=engine,
+    )  # fmt: skip
 
 
 def random_perturbation(
@@ -130,6 +137,7 @@ def adversarial_perturbation(
     candidates: int = 4,
     starts: int = 8,
     steps: int = 30,
+    engine: str = "auto",
 ) -> AdversarialPerturbation:
     r"""
     .. math:: \max_j \sup_{\phi \in \Omega_\rho} |f(X_j; \phi) - f_{\mathrm{lin}}(X_j; \phi)|
@@ -157,133 +165,103 @@ def adversarial_perturbation(
     require_tokens(tokens, initial.dimension)
     sigma, limits = get_activation(activation), _limits(radii, initial.heads)
     exact, X = initial.to(dtype=torch.float64), tokens.double()
-    queries = resolve_query(X, query.double() if isinstance(query, Tensor) else query, mask)
+    wide = query.double() if isinstance(query, Tensor) else query
+    _, inputs, _ = prepare(exact, X, wide, sigma, mask, True)
+    queries = inputs.query.expand(X.shape[0], -1)
     direction = random_perturbation(exact, radii, generator=generator).minus(exact)
-    order = _by_second_order(exact, X, queries, sigma, scale, mask, direction)
+    order = _by_second_order(exact, inputs, sigma, scale, direction, engine)
     best: AdversarialPerturbation | None = None
     for j in order[:candidates]:
         row = X[j] if mask is None else X[j][mask[j]]
-        ascent = _HeadAscent(exact, row, queries[j], sigma, scale, limits)
-        for sign in (1.0, -1.0):
-            parameters = ascent.climb(sign, starts, steps, generator).to(dtype=initial.dtype)
+        ascent = HeadAscent(exact, row, scale * queries[j], sigma, limits)
+        for parameters in _climbed(ascent, starts, steps, generator):
             errors = linearisation_error(
-                initial,
-                parameters,
-                tokens,
-                query=query,
-                activation=sigma,
-                scale=scale,
-                mask=mask,
-            ).abs()
+                initial, parameters.to(dtype=initial.dtype), tokens, query=query,
+                activation=sigma, scale=scale, mask=mask, engine=engine,
+            ).abs()  # fmt: skip
             worst = int(errors.argmax())
             if best is None or float(errors[worst]) > best.error:
-                best = AdversarialPerturbation(parameters, float(errors[worst]), worst)
+                found = parameters.to(dtype=initial.dtype)
+                best = AdversarialPerturbation(found, float(errors[worst]), worst)
     assert best is not None
     return best
 
 
-class _HeadAscent:
-    """Ascent of +-e_i at one sample, for all heads and several starts at once."""
-
-    def __init__(
-        self,
-        initial: Parameters,
-        row: Float[Tensor, "T d"],
-        query: Float[Tensor, " d"],
-        sigma: Activation,
-        scale: float,
-        limits: tuple[float, float, float],
-    ) -> None:
-        self.initial, self.row, self.query, self.sigma = initial, row, scale * query, sigma
-        self.length = float(torch.linalg.vector_norm(self.query))
-        self.limits = (limits[0], limits[1], limits[2] * self.length)
-        self.logit = initial.W @ self.query
-        weights = torch.softmax(self.logit @ row.mT, dim=-1)
-        self.a = weights @ row
-        projections = initial.U @ row.mT
-        self.s = (weights * projections).sum(dim=-1)
-        self.r = (weights * (projections - self.s[:, None])) @ row
-
-    def error(self, c: Tensor, U: Tensor, p: Tensor) -> Tensor:
-        """Return e_i for displacements c (k, m), U (k, m, d), p (k, m, d); shape (k, m)."""
-        c0, U0, _ = self.initial
-        weights = torch.softmax((self.logit + p) @ self.row.mT, dim=-1)
-        s = ((U0 + U) * (weights @ self.row)).sum(dim=-1)
-        value, slope = self.sigma.value(self.s), self.sigma.first(self.s)
-        linear = c * value + c0 * slope * ((U * self.a).sum(-1) + (p * self.r).sum(-1))
-        return (c0 + c) * self.sigma.value(s) - c0 * value - linear
-
-    def climb(self, sign: float, starts: int, steps: int, generator: torch.Generator) -> Parameters:
-        """Return the parameters of the best heads found for the given sign."""
-        point = [self._directions(block, starts, generator) for block in (self.s, self.a, self.a)]
-        # Near the centre the gradient is that of the second-order term: an aligned start.
-        point = self._along_gradient(sign, [1e-2 * block for block in point], point)
-        best, best_value = point, self._value(sign, point)
-        for _ in range(steps):
-            point = self._along_gradient(sign, point, point)
-            value = self._value(sign, point)
-            better = value > best_value
-            best_value = torch.where(better, value, best_value)
-            best = [
-                torch.where(better.reshape(better.shape + (1,) * (new.ndim - 2)), new, old)
-                for new, old in zip(point, best, strict=True)
-            ]
-        winner, heads = best_value.argmax(dim=0), torch.arange(self.s.shape[0])
-        c, U, p = (block[winner, heads.to(winner.device)] for block in best)
-        q = self.query / self.length**2 if self.length > 0 else self.query
-        return self.initial.plus(Parameters(c, U, p[:, :, None] * q))
-
-    def _value(self, sign: float, point: list[Tensor]) -> Tensor:
-        return sign * self.error(*point)
-
-    def _along_gradient(
-        self, sign: float, point: list[Tensor], fallback: list[Tensor]
-    ) -> list[Tensor]:
-        """Farthest points of the balls along the gradient; the fallback where it vanishes."""
-        leaves = [block.detach().requires_grad_() for block in point]
-        gradient = torch.autograd.grad(self._value(sign, leaves).sum(), leaves)
-        return [
-            torch.where(norms > 0, limit * block / norms, other)
-            for block, norms, other, limit in zip(
-                gradient, _head_norms(gradient), fallback, self.limits, strict=True
-            )
+def _climbed(
+    ascent: HeadAscent, starts: int, steps: int, generator: torch.Generator
+) -> Iterator[Parameters]:
+    """The best heads found for the sign + and for the sign -, climbed together."""
+    heads, d = ascent.initial.U.shape
+    device = ascent.row.device
+    draws = [
+        [
+            torch.randn((starts, *shape), generator=generator, dtype=torch.float64).to(device)
+            for shape in ((heads,), (heads, d), (heads, d))
         ]
-
-    def _directions(self, like: Tensor, starts: int, generator: torch.Generator) -> Tensor:
-        limit = self.limits[0] if like.ndim == 1 else self.limits[1]
-        noise = torch.randn((starts, *like.shape), generator=generator, dtype=torch.float64)
-        (norms,) = _head_norms((noise,))
-        return (limit * noise / norms).to(like.device)
-
-
-def _head_norms(blocks: tuple[Tensor, ...]) -> list[Tensor]:
-    """Norms over the last axis of (k, m, d), absolute values of (k, m)."""
-    return [
-        block.abs() if block.ndim == 2 else torch.linalg.vector_norm(block, dim=-1, keepdim=True)
-        for block in blocks
+        for _ in range(2)
     ]
+    noise = Displacements(*(torch.cat(blocks) for blocks in zip(*draws, strict=True)))
+    start = Displacements(
+        *(
+            limit * x / size
+            for limit, x, size in zip(ascent.limits, noise, noise.norms(), strict=True)
+        )
+    )
+    signs = torch.ones(2 * starts, 1, dtype=torch.float64, device=device)
+    signs[starts:] = -1
+    values, points = ascent.climb(signs, start, steps)
+    every = torch.arange(heads, device=device)
+    for half in (slice(0, starts), slice(starts, None)):
+        winner = values[half].argmax(dim=0)
+        yield ascent.displaced(Displacements(*(x[half][winner, every] for x in points)))
+
+
+def _merged(
+    initial: Parameters, direction: Parameters
+) -> tuple[Tensor, Tensor, Tensor, Parameters]:
+    r"""
+    Heads (U, W) with coefficients of :math:`\sigma` and tangents
+    :math:`(v_c, c v_U, c v_W)`: twins have the same features, so their tangents add up.
+    """
+    c, U, W = initial
+    tangent = Parameters(direction.c, c[:, None] * direction.U, c[:, None, None] * direction.W)
+    twins = twin_heads(initial)
+    if twins is None or known_truth(twins.all()) is not True:
+        return U, W, c, tangent
+    half = initial.heads // 2
+    return (
+        U[:half], W[:half], c[:half] + c[half:],
+        tangent.map(lambda block: block[:half] + block[half:]),
+    )  # fmt: skip
 
 
 def _by_second_order(
     initial: Parameters,
-    tokens: Tensor,
-    queries: Tensor,
+    inputs: Inputs,
     sigma: Activation,
     scale: float,
-    mask: Tensor | None,
     direction: Parameters,
+    engine: str,
 ) -> list[int]:
-    """Samples by decreasing mean_i |h_i''| along a direction."""
-    samples, length, _ = tokens.shape
-    chunk = max(1, 2**20 // (length * initial.heads))
+    r"""Samples by decreasing mean_i |h_i''| along a direction.
+
+    h'' is the central difference of the closed form h' = sigma'(s) s', good to ten digits: enough
+    to rank samples, at the price of two slopes.
+    """
+    step = 1e-5
+    c, V, Z = direction
+    ends = [initial.plus(Parameters(0 * c, V, Z).scaled(h)) for h in (step, -step)]
+    samples, heads = inputs.tokens.shape[0], initial.heads
+    chunk = max(1, 2**20 // heads)
     sizes = []
     for start in range(0, samples, chunk):
-        rows = slice(start, start + chunk)
-        second = shallow.head_second_derivative(
-            initial, tokens[rows], direction.U, direction.W, query=queries[rows],
-            activation=sigma, scale=scale, mask=None if mask is None else mask[rows],
-        )  # fmt: skip
-        sizes.append(second.abs().mean(dim=-1))
+        rows = inputs.rows(slice(start, start + chunk))
+        slopes = []
+        for end in ends:
+            chosen = choose(engine, rows, heads, *end, V, Z)
+            s, slope = chosen.slopes(rows, end.U, end.W, V, Z, scale)
+            slopes.append(sigma.first(s) * slope)
+        sizes.append((slopes[0] - slopes[1]).abs().mean(dim=-1))
     return torch.cat(sizes).argsort(descending=True).tolist()
 
 
