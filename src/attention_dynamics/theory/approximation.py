@@ -3,11 +3,11 @@ r"""How well m random heads approximate a target of norm :math:`\nu`: no T, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from scipy import integrate, optimize, special, stats
+from numpy.typing import NDArray
+from scipy import optimize, special, stats
 
 from attention_dynamics.models.activations import Activation, get_activation
 from attention_dynamics.theory.bounds import InputBounds, require_inputs
@@ -104,11 +104,12 @@ def approximation_bound(
     s0, s1, _ = get_activation(activation).bounds
     R0 = value_radius(heads, dimension, delta_prime, paired=paired)
 
-    def g(R: float) -> float:
-        return s0 * norms.c + s1 * float(block_slope(R, norms.U, norms.W, **bounds))
+    def g(R: Real) -> Real:
+        return s0 * norms.c + s1 * block_slope(R, norms.U, norms.W, **bounds)
 
-    B = g(R0)
-    V = _chi_expectation(lambda R: g(R) ** 2, dimension)
+    B = float(g(np.float64(R0)))
+    R, weights, density = _chi_rule(dimension, _kink(norms, inputs))
+    V = float(np.sum(weights * density * g(R) ** 2))
     tail_mean = _chi_mean(dimension) * float(special.gammaincc((dimension + 1) / 2, R0**2 / 2))
     p = float(stats.chi.sf(R0, dimension))
     b, b_q = inputs
@@ -150,7 +151,6 @@ class BernsteinBound(NamedTuple):
 def bernstein_approximation_bound(
     norms: TransportNorms,
     heads: int,
-    dimension: int,
     *,
     delta: float,
     inputs: InputBounds,
@@ -162,37 +162,35 @@ def bernstein_approximation_bound(
     .. math:: \max_{j \le n} |e_j| \le r\bigl(\log(2n/\delta)\bigr), \qquad
         \Bigl(\tfrac1n \sum_j e_j^2\Bigr)^{1/2} \le r\bigl(\log(2/\delta)\bigr), \\
         r(t) = \inf_{\lambda > 0} \frac1\lambda \Bigl(\frac tN + \frac{\lambda^2 V_1}2
-        + \mathbb E\, h\bigl(\lambda (g(\|U\|) + g(1))\bigr)\Bigr)
-        = \sqrt{2 V_1 t/N} + O(d\,t/N), \qquad h(x) = e^x - 1 - x - x^2/2,
+        + \mathbb E\, h\bigl(\lambda(2 g(1) + s_1 b^2 b_q \nu_w \max(\zeta, 0))\bigr)\Bigr)
+        = \sqrt{\frac{2 V_1 t}N} + O\Bigl(\frac tN\Bigr), \qquad
+        h(x) = e^x - 1 - x - \frac{x^2}2,
 
-    each with probability at least :math:`1 - \delta`, with :math:`e_j`, g and N of
-    :func:`approximation_bound` and :math:`V_1` of :func:`head_second_moment`. The leading term has
-    no d and neither term has :math:`\log m`, :math:`R_0`, a bias or :math:`\delta'`.
+    :math:`\zeta` standard normal, each with probability at least :math:`1 - \delta`, for
+    :math:`e_j`, g and N of :func:`approximation_bound` and :math:`V_1` of
+    :func:`head_second_moment`. No d, no :math:`\log m`, no :math:`R_0`, no bias, no
+    :math:`\delta'`.
 
-    Proof: :math:`\xi_i = z_i - \mathbb E z_i`, as vectors in :math:`L^2` of the samples, have
-    :math:`\|\xi_i\| \le g(\|U_i\|) + g(1)`, and
-    :math:`\mathbb E \cosh(\lambda\|\sum_i \xi_i\|) \le \prod_i \bigl(1 +
+    Proof: let :math:`\xi_i = z_i - \mathbb E z_i` in :math:`L^2` of the samples. Given W,
+    :math:`\|z_i\| \le \bigl(\frac1n\sum_j (s_0\nu_c + s_1(\nu_u\|a_j\| + \nu_w b_q\|M_jU\|))^2
+    \bigr)^{1/2}`, which is convex and :math:`s_1 b^2 b_q\nu_w`-Lipschitz in the Gaussian U, with
+    mean at most g(1) as for :func:`head_second_moment`. So is its median (Kwapien), and by Borell's
+    inequality :math:`\|\xi_i\|` is stochastically below the argument of h over :math:`\lambda`.
+    Now :math:`\mathbb E \cosh(\lambda\|\sum_i \xi_i\|) \le \prod_i \bigl(1 +
     \mathbb E[e^{\lambda\|\xi_i\|} - 1 - \lambda\|\xi_i\|]\bigr)` (Pinelis 1994: the Hessian of
-    :math:`\cosh\|x\|` is at most :math:`\cosh\|x\|`). Markov's inequality and
-    :math:`e^x - 1 - x = x^2/2 + h(x)` finish. For one sample this is Bernstein's inequality, and a
-    union over 2n signs gives the maximum. Every :math:`\lambda` gives a bound, so the search for
-    the best one costs no rigour.
+    :math:`\cosh\|x\|` is at most :math:`\cosh\|x\|`); Markov's inequality finishes. For one sample
+    this is Bernstein's inequality, and a union over 2n signs gives the maximum. Every
+    :math:`\lambda` gives a bound: the search for the best one costs no rigour.
 
-    Raises ValueError for sizes below 1, odd m of paired heads, or delta outside (0, 1), TypeError
+    Raises ValueError for heads below 1, odd m of paired heads, or delta outside (0, 1), TypeError
     if ``inputs`` is something else.
     """
-    N, bounds = independent_heads(heads, paired), require_inputs(inputs)
-    require_integer("dimension", dimension, minimum=1)
+    N = independent_heads(heads, paired)
     require_probability("delta", delta)
     if samples is not None:
         require_integer("samples", samples, minimum=1)
     V = head_second_moment(norms, inputs=inputs, activation=activation)
-    s0, s1, _ = get_activation(activation).bounds
-
-    def size(R: Real) -> Real:
-        return s0 * norms.c + s1 * block_slope(R, norms.U, norms.W, **bounds) + math.sqrt(V)
-
-    # |xi| grows at most by this with |U|: the exponential moves the weight that far outwards.
+    _, s1, _ = get_activation(activation).bounds
     growth = s1 * inputs.token_bound**2 * inputs.query_bound * norms.W
 
     def radius(t: float) -> float:
@@ -202,7 +200,7 @@ def bernstein_approximation_bound(
 
         def at(log_rate: float) -> float:
             rate = math.exp(log_rate)
-            higher = _exponential_remainder(size, rate, rate * growth, dimension)
+            higher = _exponential_remainder(2 * rate * math.sqrt(V), rate * growth)
             return (t / N + rate**2 * V / 2 + higher) / rate
 
         found = optimize.minimize_scalar(at, bounds=(start - 5.0, start), method="bounded")
@@ -229,51 +227,56 @@ def target_bound(
     require_integer("dimension", dimension, minimum=1)
     bounds = require_inputs(inputs)
     s0, s1, _ = get_activation(activation).bounds
-    slope = _chi_expectation(lambda R: float(block_slope(R, norms.U, norms.W, **bounds)), dimension)
-    return s0 * norms.c + s1 * slope
+    R, weights, density = _chi_rule(dimension, _kink(norms, inputs))
+    slope = block_slope(R, norms.U, norms.W, **bounds)
+    return s0 * norms.c + s1 * float(np.sum(weights * density * slope))
 
 
 def _chi_mean(dimension: int) -> float:
     return math.sqrt(2) * math.exp(math.lgamma((dimension + 1) / 2) - math.lgamma(dimension / 2))
 
 
-def _chi_expectation(function: Callable[[float], float], dimension: int) -> float:
-    """Mean of function(R) for R of the chi law, that is R = |U| for standard Gaussian U."""
-    law = stats.chi(dimension)
+def _kink(norms: TransportNorms, inputs: InputBounds) -> float:
+    """Where the second derivative of P_nu jumps."""
+    rise = 2 * inputs.token_bound * inputs.query_bound * norms.W
+    return norms.U / rise if rise > 0 else math.inf
+
+
+def _chi_rule(
+    dimension: int, kink: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Nodes, weights and density of R = |U|, U standard Gaussian, with a cell edge at ``kink``."""
     centre = math.sqrt(dimension)
-    value, _ = integrate.quad(
-        lambda R: function(R) * law.pdf(R),
-        max(0.0, centre - 9.0),
-        centre + 9.0,
-        points=[centre],
-        limit=200,
-        epsrel=1e-10,
-    )
-    return float(value)
+    R, weights = _cells(max(0.0, centre - 9.0), centre + 9.0, kink)
+    return R, weights, stats.chi.pdf(R, dimension)
 
 
-def _exponential_remainder(
-    size: Callable[[Real], Real], rate: float, shift: float, dimension: int
-) -> float:
-    """Mean of h(rate * size(R)), R of the chi law, h(x) = e^x - 1 - x - x^2/2 = x^3/6 1F1(1, 4, x).
-
-    Composite Gauss-Legendre over all R that carry weight; the exponential is taken with the
-    density, where neither overflows.
-    """
-    centre = math.sqrt(dimension)
-    edges = np.linspace(max(0.0, centre - 9.0), centre + shift + 10.0, 33)
+def _cells(
+    low: float, high: float, kink: float = math.inf
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Composite Gauss-Legendre nodes and weights on [low, high]."""
+    edges = np.linspace(low, high, 33)
+    if low < kink < high:
+        edges = np.sort(np.append(edges, kink))
     nodes, weights = special.roots_legendre(12)
     half = np.diff(edges)[:, None] / 2
-    R = (edges[:-1, None] + half * (1 + nodes)).ravel()
-    x = rate * size(R)
-    log_density = stats.chi.logpdf(R, dimension)
-    small = x < 1.0
-    value = np.where(
-        small,
-        np.exp(log_density) * x**3 / 6 * special.hyp1f1(1.0, 4.0, np.where(small, x, 0.0)),
-        np.exp(x + log_density) - (1 + x + x**2 / 2) * np.exp(log_density),
-    )
-    return float(np.sum(value * (half * weights).ravel()))
+    return (edges[:-1, None] + half * (1 + nodes)).ravel(), (half * weights).ravel()
+
+
+def _exponential_remainder(base: float, growth: float) -> float:
+    """Mean of h(base + growth max(zeta, 0)), h(x) = e^x - 1 - x - x^2/2 = x^3/6 1F1(1, 4, x)."""
+
+    def weighted(x: Real, density: Real) -> Real:
+        small = x < 1.0
+        series = x**3 / 6 * special.hyp1f1(1.0, 4.0, np.where(small, x, 0.0))
+        # The exponential is taken with the density, where neither overflows.
+        with np.errstate(divide="ignore"):
+            direct = np.exp(x + np.log(density)) - (1 + x + x**2 / 2) * density
+        return np.where(small, density * series, direct)
+
+    zeta, weights = _cells(0.0, growth + 10.0)
+    above = weighted(base + growth * zeta, stats.norm.pdf(zeta))
+    return float(np.sum(weights * above) + weighted(np.float64(base), np.float64(0.5)))
 
 
 def independent_heads(heads: int, paired: bool) -> int:

@@ -69,7 +69,7 @@ class BoundCalculator:
     - ``descent``: for ``"ProjSGD"`` the same numbers bound the conditional expectation;
     - ``concentration``: ``"mean"`` of the heads, without :math:`\log m`, or ``"largest"`` head, the
       paper's D (:func:`~attention_dynamics.theory.a_priori.a_priori_constants`);
-    - ``tail``: ``"bernstein"`` (leading term free of d, fails with :math:`\delta` only) or
+    - ``tail``: ``"bernstein"`` (free of d and :math:`\log m`, fails with :math:`\delta` only) or
       ``"mcdiarmid"`` (heads cut at :math:`R_0`, fails with :math:`\delta + \delta'`);
     - ``error``: ``"rms"`` over the samples, free of n, or ``"sup"``, the paper's :math:`\log n`.
 
@@ -234,14 +234,16 @@ class BoundCalculator:
     def _approximation(self, setting: Setting) -> float:
         arguments: dict[str, Any] = {
             "norms": setting.transport_norms, "heads": setting.heads,
-            "dimension": setting.dimension, "delta": setting.delta, "inputs": setting.inputs,
+            "delta": setting.delta, "inputs": setting.inputs,
             "samples": setting.samples if self.error == "sup" else None,
             "activation": setting.activation,
         }  # fmt: skip
         if self.tail == "bernstein":
             found = bernstein_approximation_bound(**arguments)
             return found.rms if self.error == "rms" else float(found.sup or 0.0)
-        cut = approximation_bound(**arguments, delta_prime=setting.delta_prime)
+        cut = approximation_bound(
+            **arguments, dimension=setting.dimension, delta_prime=setting.delta_prime
+        )
         return cut.rms if self.error == "rms" else float(cut.sup or 0.0)
 
     @staticmethod
