@@ -1,4 +1,4 @@
-"""The certificate bounds what was achieved, in every run: many runs, queries, activations, noise."""
+"""The certificate bounds what was achieved, in every run, whatever the query and the noise."""
 
 import itertools
 import math
@@ -209,7 +209,7 @@ def test_a_step_is_checked_from_two_iterates():
 
 
 def test_a_step_that_is_none_is_found():
-    region, before, after, gradient, star = steps_of()
+    region, before, _, gradient, star = steps_of()
     with pytest.raises(ArithmeticError, match=r"exceeds its bound .* not the projection"):
         descent_step(before, before.plus(gradient.scaled(2.0)), gradient, 0.5, star)
     towards = before.minus(star)  # a gradient that would lead to the comparison point in one step
@@ -240,7 +240,7 @@ def test_rounding_alone_is_no_violation(dtype):
 def test_runs_that_cannot_be_certified_are_refused():
     model, tokens, y, star = problem(0)
     config = DescentConfig(5, radii=RHO)
-    with pytest.raises(TypeError, match="model: expected float64 parameters, got torch.float32"):
+    with pytest.raises(TypeError, match=r"model: expected float64 parameters, got torch\.float32"):
         record_trajectory(model.float(), tokens.float(), y.float(), config, star)
     model = model.double()
     with pytest.raises(ValueError, match=r"config\.patience: expected None, got 3"):
