@@ -20,8 +20,9 @@ def test_the_kernels_do_what_the_cases_say(device):
     environment.pop("TRITON_INTERPRET", None)
     if device == "cpu":
         environment["TRITON_INTERPRET"] = "1"
+    alone = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)],
+        [sys.executable, "-m", "pytest", *alone, str(CASES)],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]

@@ -34,7 +34,7 @@ OWN = Activation("own", TANH.value, TANH.first, TANH.second, TANH.bounds)
 
 # n, T, d, m: single tokens, coordinates and heads; heads that no power of two fits; one block of
 # tokens, several, a last one that is not full; d on both sides of what one pass holds.
-SHAPES = [(3, 1, 1, 1), (4, 5, 3, 20), (9, 16, 8, 8), (3, 13, 8, 5), (2, 13, 17, 4), (2, 18, 1, 2)]
+SHAPES = [(3, 1, 1, 1), (4, 5, 3, 20), (9, 16, 8, 8), (2, 13, 8, 5), (2, 13, 17, 4), (2, 18, 1, 2)]
 
 
 def problem(shape, *, fixed, masked=False, dtype=torch.float64, size=1.0):
@@ -106,7 +106,7 @@ def test_steps_are_those_of_autograd(shape, fixed):
 
 
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "per-sample"])
-@pytest.mark.parametrize("shape", [(5, 7, 3, 6), (2, 13, 17, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(5, 7, 3, 6), (2, 21, 9, 4)], ids=str)
 def test_masked_tokens_are_not_there(shape, fixed):
     inputs, parameters, y = problem(shape, fixed=fixed, masked=True)
     assert_step(inputs, parameters, TANH, y, 1e-12)
@@ -127,7 +127,7 @@ def test_tanh_keeps_its_digits_where_it_is_small():
 
 
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "per-sample"])
-@pytest.mark.parametrize("shape", [(9, 16, 8, 8), (2, 13, 17, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(9, 16, 8, 8), (2, 13, 9, 4)], ids=str)
 def test_single_precision_is_right_to_its_rounding(shape, fixed):
     inputs, parameters, y = problem(shape, fixed=fixed, dtype=torch.float32)
     exact = (
@@ -145,7 +145,7 @@ def test_single_precision_is_right_to_its_rounding(shape, fixed):
 def test_logits_of_any_size(size, length):
     inputs, parameters, y = problem((4, length, 3, 4), fixed=False, size=size)
     # One token wins, hence a and s are exact and r is 0 but for ties of rounding.
-    alpha, s = heads_of(inputs, parameters.U, parameters.W)
+    s = heads_of(inputs, parameters.U, parameters.W)[1]
     assert_close(ENGINE.scores(inputs, parameters.U, parameters.W, SCALE), s, 1e-16 * size * 10)
     f, gradients = ENGINE.step(inputs, parameters, TANH, SCALE, y)
     expected_f, expected = gradient(inputs, parameters, TANH, lambda f: 2 / len(f) * (f - y))
@@ -187,7 +187,7 @@ def test_features_scores_and_slopes(shape, fixed):
 
 
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "per-sample"])
-@pytest.mark.parametrize("shape", [(4, 5, 3, 6), (2, 13, 17, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 5, 3, 6), (2, 7, 9, 4)], ids=str)
 def test_pull_back_of_any_weights(shape, fixed):
     inputs, parameters, g = problem(shape, fixed=fixed)
     found = ENGINE.vjp(inputs, parameters, TANH, SCALE, g)
@@ -212,7 +212,7 @@ def test_the_symmetric_start_is_exactly_zero(heads, dimension, dtype):
         heads, dimension, generator=torch.Generator().manual_seed(0), dtype=dtype, device=DEVICE
     )
     inputs, _, y = problem((3, 4, dimension, heads), fixed=False, dtype=dtype)
-    for size, sigma in ((1.0, TANH), (1.0, OWN), (1.0 / 3.0, TANH)):
+    for size, sigma in ((1.0 / 3.0, TANH), (1.0, OWN)):
         scaled = parameters._replace(c=size * parameters.c)
         f, gradients = ENGINE.step(inputs, scaled, sigma, SCALE, y)
         assert torch.count_nonzero(f) == 0
@@ -244,7 +244,7 @@ def test_a_stack_is_its_members(kind):
     dimension = 9 if kind == "large" else 3
     members = [
         problem((3, 4, dimension, 6), fixed=kind == "fixed", masked=True, size=size)
-        for size in (0.5, 1.0, 2.0)
+        for size in (0.5, 2.0)
     ]
     # Members of one shape come from one stream: let them differ.
     inputs = [
@@ -299,7 +299,7 @@ def test_descents_together_are_those_one_by_one():
             for m in (2, 4)
         ]
 
-    config = DescentConfig(steps=6, step_size=0.5, radii=Radii(c=0.5, U=0.2, W=0.3))
+    config = DescentConfig(steps=4, step_size=0.5, radii=Radii(c=0.5, U=0.2, W=0.3))
     found = stacked_projected_gradient_descent(
         models(), tokens, y, config, engine="triton", together=True
     )

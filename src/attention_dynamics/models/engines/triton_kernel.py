@@ -79,7 +79,7 @@ def features_kernel(
             q = Q + sample(j, n, stack, q_stack, i, m) * d
             w = matrix_times(W_i, m, valid, q, nothing, d)
         s, Z, A, R = attend(
-            X + row * T * DX, X_again + row * T * DX, keep + row * T, T, w, U_i,
+            X + row * T * DX, X_again + row * T * DX, keep + row * T, T, w, U_i, nothing,
             d, DX, BT, ONE, TAIL, MASKED, WIDE, SUMS,
         )  # fmt: skip
         there = (j < stop) & valid
@@ -127,7 +127,7 @@ def gradient_kernel(
             else:
                 w = matrix_times(W_i, m, valid, q_row, nothing, d)
         s, Z, A, R = attend(
-            X + row * T * DX, X_again + row * T * DX, keep + row * T, T, w, U_i,
+            X + row * T * DX, X_again + row * T * DX, keep + row * T, T, w, U_i, nothing,
             d, DX, BT, ONE, TAIL, MASKED, WIDE, True,
         )  # fmt: skip
         if SIGMA is None:

@@ -98,14 +98,13 @@ def matrix_times(W, m, valid, q, like, d: tl.constexpr):
 
 @triton.jit
 def attend(
-    rows, rows_again, keep, T, w, U,
+    rows, rows_again, keep, T, w, U, nothing,
     d: tl.constexpr, DX: tl.constexpr, BT: tl.constexpr, ONE: tl.constexpr, TAIL: tl.constexpr,
     MASKED: tl.constexpr, WIDE: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """s, Z, Z a and Z r of a tile; w carries log2(e), so that exp2 serves. Without SUMS only s."""
-    empty = tl.zeros_like(w[0] * U[0])
-    top, Z, s = empty - float("inf"), empty, empty
-    A, R = zeros(empty, d), zeros(empty, d)
+    top, Z, s = nothing - float("inf"), nothing, nothing
+    A, R = zeros(nothing, d), zeros(nothing, d)
     for start in range(0, T, BT):
         window = tl.minimum(start, T - BT) if TAIL else start
         logits, projections, new_top = (), (), top
@@ -132,7 +131,7 @@ def attend(
             if not ONE:
                 moved = s - mean
                 R = add(R, moved, A, d)
-                R, A = add(zeros(empty, d), scale, R, d), add(zeros(empty, d), scale, A, d)
+                R, A = add(zeros(nothing, d), scale, R, d), add(zeros(nothing, d), scale, A, d)
             for u in tl.static_range(BT):
                 x = coordinates(rows_again + window * DX, u * DX, d, WIDE)
                 A = add(A, weights[u], x, d)
