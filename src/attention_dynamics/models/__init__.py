@@ -2,7 +2,7 @@ r"""Models: softmax attention, the shallow Transformer, the recurrent contrast.
 
 ``attention`` holds the calculus of one-query attention, ``shallow`` the network and its closed-form
 derivatives as functions of :class:`Parameters`, ``activations`` the smooth bounded activations,
-``indrnn`` the independent recurrent units.
+``indrnn`` the independent recurrent units, ``recurrence`` their closed back-propagation.
 """
 
 from attention_dynamics.models.activations import (

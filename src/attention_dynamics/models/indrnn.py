@@ -3,8 +3,8 @@ r"""The recurrent contrast: independent recurrent units, whose gradients sum ove
 .. math:: h_{i,t} = \sigma(w_i \cdot x_t + u_i\, h_{i,t-1}), \quad h_{i,0} = 0, \qquad
     f(X) = m^{-1/2} \sum_i c_i\, h_{i,T}.
 
-Plain autograd through the recurrence is the reference here; the closed back-propagation of one
-unit shows the sum of products that grows like :math:`(s_1 |u|)^T`.
+The closed back-propagation of one unit shows the sum of products that grows like
+:math:`(s_1 |u|)^T`; :mod:`~attention_dynamics.models.recurrence` runs it for all units and samples.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from attention_dynamics.models import recurrence
 from attention_dynamics.models._pass import require_tokens
 from attention_dynamics.models.activations import Activation, get_activation
+from attention_dynamics.models.recurrence import RecurrentParameters
 from attention_dynamics.validation import (
     require_cpu_generator,
     require_finite,
@@ -37,22 +39,10 @@ def forward(
     .. math:: f(X_j) = m^{-1/2} \sum_i c_i\, h_{i,T}, \qquad
         h_{i,t} = \sigma(w_i \cdot x_t + u_i\, h_{i,t-1}), \quad h_{i,0} = 0.
 
-    Returns (n,), differentiable by autograd. Raises ValueError for shapes that do not fit and for
-    NaN or infinite tokens.
+    Returns (n,), differentiable by autograd and ``torch.func``; outside of them one state is held
+    at a time. Raises ValueError for shapes that do not fit and for NaN or infinite tokens.
     """
-    require_shape("w", w, ("m", "d"))
-    units, dimension = w.shape
-    require_shape("u", u, ("m",), {"m": units})
-    require_shape("c", c, ("m",), {"m": units})
-    require_tokens(tokens, dimension)
-    require_floating("w", w, tokens.dtype)
-    require_finite("tokens", tokens)
-    sigma = get_activation(activation)
-    state = tokens.new_zeros(tokens.shape[0], units)
-    # One product for all steps; unbind keeps the backward pass linear in T, indexing does not.
-    for drive in (tokens @ w.mT).unbind(dim=1):
-        state = sigma.value(drive + u * state)
-    return (c * state).sum(dim=-1) * units**-0.5
+    return recurrence.forward(RecurrentParameters(w, u, c), tokens, activation=activation)
 
 
 def final_state_gradients(
@@ -138,9 +128,55 @@ class IndRNN(nn.Module):
             nn.Parameter(block.to(device=device, dtype=dtype)) for block in (w, u, c)
         )
 
+    @property
+    def phi(self) -> RecurrentParameters:
+        r""":math:`(w, u, c)`, the live parameters, attached to autograd."""
+        return RecurrentParameters(self.w, self.u, self.c)
+
     def forward(self, tokens: Float[Tensor, "n T d"]) -> Float[Tensor, " n"]:
         r""":math:`f(X_j)`, (n,); see :func:`forward`."""
-        return forward(self.w, self.u, self.c, tokens, self.activation)
+        return recurrence.forward(self.phi, tokens, activation=self.activation)
+
+    def loss_and_gradients(
+        self,
+        tokens: Float[Tensor, "n T d"],
+        targets: Float[Tensor, " n"],
+        *,
+        chunk: int | None = None,
+        engine: str = "auto",
+        validate: bool = True,
+    ) -> tuple[Float[Tensor, ""], RecurrentParameters]:
+        r"""
+        .. math:: L_n = \frac1n \sum_j (f_j - y_j)^2, \qquad \nabla L_n.
+
+        The loss, 0-d, and :class:`RecurrentParameters` of gradients, by closed back-propagation
+        and outside of autograd; ``.grad`` of the parameters is left alone.
+        """
+        return recurrence.loss_and_gradients(
+            self.snapshot(copy=False), tokens, targets, activation=self.activation, chunk=chunk,
+            engine=engine, validate=validate,
+        )  # fmt: skip
+
+    def snapshot(self, *, copy: bool = True) -> RecurrentParameters:
+        r""":math:`(w, u, c)`, detached: copies, or views of the live memory with ``copy=False``."""
+        parameters = self.phi.detach()
+        return parameters.clone() if copy else parameters
+
+    @torch.no_grad()
+    def load(self, parameters: RecurrentParameters) -> None:
+        r""":math:`(w, u, c) \leftarrow` ``parameters``, copied in place: optimisers stay attached.
+
+        Raises ValueError when the shapes are not those of the model.
+        """
+        pairs = list(zip(parameters._fields, self.phi, parameters, strict=True))
+        for name, own, new in pairs:
+            if own.shape != new.shape:
+                raise ValueError(
+                    f"parameters.{name}: expected shape {tuple(own.shape)}, got "
+                    f"{tuple(new.shape)}; load parameters of the same units and dimension"
+                )
+        for _, own, new in pairs:
+            own.copy_(new)
 
     def extra_repr(self) -> str:
         """The sizes, activation and recurrent initialisation, for ``print(model)``."""
