@@ -42,16 +42,19 @@ def cases(settings: Settings) -> list[Case]:
 
 def measure(settings: Settings) -> list[Row | Point]:
     """Measure the parts in two processes at once and add them up."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        found = pool.map(costs, [settings.quick] * 2, chunksize=1)
+    if settings.quick:
+        found = [costs(True)]
+    else:
+        context = multiprocessing.get_context("spawn")
+        with context.Pool(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            found = pool.map(costs, [False] * 2, chunksize=1)
     mean = {part: sum(one[part] for one in found) / len(found) for part in found[0]}
     hours = {
-        "width": 10 * 4000 * sum(mean[f"width m={m}"] for m in WIDTHS),
-        "Transformer, autoregression": 20 * 5000 * sum(mean[f"AR T={T}"] for T in LENGTHS),
-        "IndRNN, autoregression": 20 * 5000 * sum(mean[f"IndRNN T={T}"] for T in LENGTHS),
+        "width": 10 * 4000 * _total(mean, "width"),
+        "Transformer, autoregression": 20 * 5000 * _total(mean, "AR"),
+        "IndRNN, autoregression": 20 * 5000 * _total(mean, "IndRNN"),
         "teachers": 10 * mean["teacher"],
-        "linearisation": 10 * sum(mean[f"linearisation m={m}"] for m in WIDTHS),
+        "linearisation": 10 * _total(mean, "linearisation"),
     }
     hours = {part: seconds / 2 / 3600 for part, seconds in hours.items()}
     rows: list[Row | Point] = [
@@ -76,12 +79,13 @@ def measure(settings: Settings) -> list[Row | Point]:
 def costs(quick: bool) -> dict[str, float]:
     """Wall seconds of one step, teacher, or linearisation cell of each part, in this process."""
     n = 32 if quick else 4000
+    widths, lengths = (WIDTHS[:1], LENGTHS[:1]) if quick else (WIDTHS, LENGTHS)
     found = {}
-    for m in WIDTHS:
+    for m in widths:
         problem = instance(8, 16, m, n)
         steps = 2 if quick else max(10, 2560 // m)
         found[f"width m={m}"] = _seconds(lambda: our_descent(problem, steps)) / (steps + 1)  # noqa: B023
-    for T in LENGTHS:
+    for T in lengths:
         problem = instance(17, T, 64, n)
         steps = 2 if quick else 20
         found[f"AR T={T}"] = _seconds(lambda: our_descent(problem, steps)) / (steps + 1)  # noqa: B023
@@ -92,9 +96,13 @@ def costs(quick: bool) -> dict[str, float]:
         run = lambda: our_training(start, problem.data, steps)  # noqa: B023, E731
         found[f"IndRNN T={T}"] = _seconds(run) / (steps + 1)
     found["teacher"] = _seconds(our_teacher(64 if quick else 8192, 16 if quick else 5000))
-    for m in WIDTHS:
+    for m in widths:
         found[f"linearisation m={m}"] = _seconds(lambda: _linearisation(m, n))  # noqa: B023
     return found
+
+
+def _total(seconds: dict[str, float], part: str) -> float:
+    return sum(value for name, value in seconds.items() if name.startswith(part))
 
 
 def _linearisation(m: int, n: int) -> None:

@@ -274,7 +274,7 @@ def test_the_quick_profile_runs_and_all_sides_agree(tmp_path):
     table = pd.read_csv(tmp_path / "table.csv")
     failed = table[table["met"] == "failed"]
     # An engine that this machine does not have is a row that says so.
-    unusable = failed["error"].fillna("").str.startswith("Unusable")
+    unusable = failed["error"].astype(str).str.startswith("Unusable")
     assert failed[~unusable].empty, failed[["group", "what", "error"]].to_string()
     assert done.returncode == int(len(failed) > 0), done.stderr
     assert set(table["group"]) == set(GROUPS)
