@@ -21,6 +21,16 @@ settings.register_profile("reproducible", deadline=None, derandomize=True, max_e
 settings.load_profile("reproducible")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--engine", help="the engine that 'auto' stands for in this run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    engine = config.getoption("--engine")
+    if engine:  # the environment, so that processes started by a test take it too
+        os.environ["ATTENTION_DYNAMICS_ENGINE"] = engine
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread():
     torch.set_num_threads(1)

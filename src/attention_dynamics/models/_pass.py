@@ -1,8 +1,8 @@
-"""The one pass over the tokens behind every quantity of the model, in the layout of its GEMMs.
+"""Inputs in their working form, and the steps of one pass over the tokens.
 
-Everything here works on a block of samples with the tokens as rows, (b, T, m), so that projecting
-tokens on heads is one matrix product (bT, d) x (d, m). Nothing is written in place, hence the
-functions run under ``torch.func``. Arguments are taken as they are: the public modules check them.
+Blocks of samples have the tokens as rows, (b, T, m), so that projecting tokens on heads is one
+matrix product (bT, d) x (d, m). Nothing is written in place, hence the functions run under
+``torch.func``. Arguments are taken as they are: the public modules check them.
 """
 
 from __future__ import annotations
@@ -180,22 +180,3 @@ def attend(inputs: Inputs, U: Tensor, W: Tensor, scale: float) -> Attended:
     alpha = softmax(logits, inputs.mask)
     projections = project(inputs.tokens, U)
     return Attended(alpha, projections, (alpha * projections).sum(dim=1))
-
-
-def average(weights: Tensor, tokens: Tensor) -> Tensor:
-    """Return sum_t w_t x_t, (b, m, d), for weights (b, T, m)."""
-    return average_columns(weights, tokens).mT
-
-
-def average_columns(weights: Tensor, tokens: Tensor) -> Tensor:
-    """Return sum_t w_t x_t with coordinates before heads, (b, d, m).
-
-    With the short axis d in the rows of the product the matrix library is several times faster
-    than with d in the columns; the same holds for :func:`total_columns`.
-    """
-    return tokens.mT @ weights
-
-
-def total_columns(weights: Tensor, tokens: Tensor) -> Tensor:
-    """Return sum_{j,t} w_{jt} x_{jt}, (d, m): the sum over samples is part of the product."""
-    return tokens.flatten(0, 1).mT @ weights.flatten(0, 1)

@@ -67,11 +67,14 @@ def jvp(
         + c_i\,\sigma'(s_i) \bigl(v_{U,i} \cdot a_i + r_i \cdot \gamma\, v_{W,i}\, q\bigr).
 
     ``tangent`` holds :math:`v = (v_c, v_U, v_W)` in the shape of the parameters. Returns (n,).
+    At the symmetric initialisation half of the heads are computed.
     """
     sigma, inputs, parameters = prepare(
         parameters, tokens, query, activation, mask, validate, chunk
     )
     tangent = like_parameters("tangent", tangent, parameters)
+    if selection.plain(*parameters, *tangent) and parameters.is_symmetric():
+        parameters, tangent = parameters.half(), tangent.folded()
     _, U, W = parameters
     chosen = selection.choose(engine, inputs, parameters.heads, *parameters, *tangent)
     s, slope = chosen.slopes(inputs, U, W, tangent.U, tangent.W, scale, chunk=chunk)

@@ -87,6 +87,46 @@ class Parameters(NamedTuple):
         """Copies that share no memory with these."""
         return self.map(torch.clone)
 
+    def is_symmetric(self) -> bool:
+        r"""Whether :math:`U_{i+m/2} = U_i,\; W_{i+m/2} = W_i,\; c_{i+m/2} = -c_i`, bit by bit.
+
+        True at the symmetric initialisation, in general false after one step.
+        """
+        if self.heads % 2:
+            return False
+        (c, d), (U, V), (W, Z) = (block.chunk(2, dim=0) for block in self)
+        return torch.equal(c, -d) and torch.equal(U, V) and torch.equal(W, Z)
+
+    def half(self) -> Parameters:
+        r"""
+        .. math:: K(\phi) = K(\phi_{\text{half}}), \qquad
+            \phi_{\text{half}} = (c_i, U_i, W_i)_{i=1}^{m/2}.
+
+        Paired heads are one function with coefficients of opposite sign, and kernels are even in
+        c: the tangent kernel, and with :meth:`folded` every tangent map, is that of half the
+        heads. Raises ValueError when the heads are not paired.
+        """
+        if not self.is_symmetric():
+            raise ValueError(
+                "parameters: expected paired heads, U and W equal and c opposite in the two "
+                "halves, as symmetric_initialisation makes them; after a step of training the "
+                "pairs differ, and all heads are needed"
+            )
+        return self.map(lambda block: block[: self.heads // 2])
+
+    def folded(self) -> Parameters:
+        r"""
+        .. math:: \tilde v_c = \tfrac{1}{\sqrt2} (v_{c,i} + v_{c,i+m/2}), \quad
+            \tilde v_U = \tfrac{1}{\sqrt2} (v_{U,i} - v_{U,i+m/2}), \quad
+            \tilde v_W = \tfrac{1}{\sqrt2} (v_{W,i} - v_{W,i+m/2}),
+
+        the tangent on half the heads with
+        :math:`\langle \nabla f(\phi), v \rangle
+        = \langle \nabla f(\phi_{\text{half}}), \tilde v \rangle` at paired heads.
+        """
+        (c, d), (U, V), (W, Z) = (block.chunk(2, dim=0) for block in self)
+        return Parameters(c + d, U - V, W - Z).scaled(0.5**0.5)
+
     def block_norms(self) -> BlockNorms:
         r""":math:`(|c_i|,\; \|U_i\|_2,\; \|W_i\|_F)` for each head, three tensors (m,)."""
         return BlockNorms(

@@ -137,6 +137,14 @@ def describe() -> str:
     return f"engine eager on {device}" + _because(given, reasons)
 
 
+def plain(*tensors: Tensor) -> bool:
+    """Whether these are numbers in the memory of the CPU that nothing differentiates or traces.
+
+    Their values may then be looked at: it costs no wait for a device.
+    """
+    return not _looked_into(*tensors) and all(t.device.type == "cpu" for t in tensors)
+
+
 def _because(given: str, reasons: list[str]) -> str:
     parts = [f"{ENVIRONMENT}={given}"] if given != "auto" else []
     parts += reasons or ([] if parts else ["the fastest here"])
