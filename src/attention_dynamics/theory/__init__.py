@@ -1,4 +1,4 @@
-r"""Constants, bounds, transport maps and linearisation of the shallow Transformer."""
+r"""Constants, bounds, kernels, transport maps and linearisation of the shallow Transformer."""
 
 from attention_dynamics.theory.approximation import (
     ApproximationBound,
@@ -26,6 +26,16 @@ from attention_dynamics.theory.constants import (
     head_smoothness,
     third_cumulant_bound,
 )
+from attention_dynamics.theory.erf_kernel import erf_kernel
+from attention_dynamics.theory.kernels import (
+    Spectrum,
+    TangentKernel,
+    empirical_kernel,
+    empirical_kernel_total,
+    kernel_vector_product,
+    spectrum,
+)
+from attention_dynamics.theory.limit_kernel import LimitKernel, limit_kernel
 from attention_dynamics.theory.linearisation import (
     AdversarialPerturbation,
     adversarial_perturbation,
@@ -52,8 +62,11 @@ __all__ = [
     "ApproximationError",
     "IndRNNGradientBounds",
     "InputBounds",
+    "LimitKernel",
     "MultiAnchorTransport",
     "NetworkConstants",
+    "Spectrum",
+    "TangentKernel",
     "Teacher",
     "TeacherValues",
     "TransportNorms",
@@ -64,16 +77,22 @@ __all__ = [
     "block_curvature",
     "block_slope",
     "covariance_trace_bound",
+    "empirical_kernel",
+    "empirical_kernel_total",
+    "erf_kernel",
     "head_contributions",
     "head_lipschitz",
     "head_smoothness",
     "indrnn_gradient_bounds",
     "input_bounds",
+    "kernel_vector_product",
+    "limit_kernel",
     "linearisation_error",
     "linearised",
     "network_constants",
     "random_multi_anchor",
     "random_perturbation",
+    "spectrum",
     "target_bound",
     "third_cumulant_bound",
     "transported_function",
