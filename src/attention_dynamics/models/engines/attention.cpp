@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "features.h"
-#include "layout.h"
 #include "problem.h"
 
 template <class S, int BYTES> class Attention : Features<S, BYTES> {
@@ -225,6 +224,7 @@ template <class S, int BYTES> class Attention : Features<S, BYTES> {
       for (long i; (i = next++) < slices;) slice(i, k);
     };
     std::vector<std::thread> others;
+    others.reserve(threads);
     try {
       for (long i = 1; i < threads; ++i) others.emplace_back(work, std::ref(workers[i]));
     } catch (const std::system_error&) {  // no thread to be had: this one takes all slices
