@@ -29,6 +29,9 @@ Engine = Callable[[Blocks, Tensor, Tensor | None, Activation, int | None], Answe
 # Elements b T m of a block of b samples on a CPU, by measurement: below, the calls of 4 T small
 # operations cost more than they do; above, the arrays leave the cache.
 _CPU_BLOCK = 2**19
+# Elements b m of a step, at least: of a very long sequence more than one sample is handled at once,
+# or the calls would cost far more than the numbers.
+_LEAST_STEP = 2**8
 _ACCELERATOR_BLOCK = 2**25
 
 
@@ -77,13 +80,16 @@ def eager(
     units = w.shape[0]
     if chunk is None:
         elements = _CPU_BLOCK if tokens.device.type == "cpu" else _ACCELERATOR_BLOCK
-        chunk = max(1, elements // ((length if targets is not None else 1) * units))
+        steps = 1 if targets is None else length
+        chunk = max(1, elements // (steps * units), _LEAST_STEP // units)
     c = c * units**-0.5
     if targets is None:
         return torch.cat([_stream(w, u, part, sigma) @ c for part in tokens.split(chunk)]), None
     values = tokens.new_empty(samples)
     in_w, in_u, in_c = (torch.zeros_like(block) for block in parameters)
+    tanh = sigma.value is torch.tanh and sigma.first_from_value is not None
     size = length * min(chunk, samples) * units
+    one, back = tokens.new_ones(()), tokens.new_empty(min(chunk, samples), units)
     first, second = tokens.new_empty(size), tokens.new_empty(size + size // length)
     for start in range(0, samples, chunk):
         block = slice(start, start + chunk)
@@ -96,19 +102,21 @@ def eager(
         h[0] = 0
         for before, after, drive in zip(h[:-1].unbind(), h[1:].unbind(), z.unbind(), strict=True):
             drive.addcmul_(u, before)
-            if sigma.value is torch.tanh:
-                torch.tanh(drive, out=after)
+            if tanh:
+                torch.tanh(drive, out=after)  # 2 sigmoid(2z) - 1 would lose the digits of a small z
             else:
                 after.copy_(sigma.value(drive))
         values[block] = f = h[-1] @ c
         g = (f - targets[block]) * (2.0 / samples)
         in_c += g @ h[-1]
-        derive = sigma.first_from_value
-        slopes = (sigma.first(z) if derive is None else derive(h[1:])).unbind()
-        deltas = z.unbind()
-        torch.mul(torch.outer(g, c), slopes[-1], out=deltas[-1])
+        if tanh:
+            torch.addcmul(one, h[1:], h[1:], value=-1, out=z)
+        else:
+            z.copy_(sigma.first(z))
+        deltas = z.unbind()  # from here on z holds the slopes, and delta where it has been
+        deltas[-1].mul_(torch.outer(g, c))
         for t in range(length - 1, 0, -1):
-            torch.mul(deltas[t], u, out=deltas[t - 1]).mul_(slopes[t - 1])
+            deltas[t - 1].mul_(torch.mul(deltas[t], u, out=back[:width]))
         in_w += (rows.mT @ z.view(-1, units)).mT  # the short axis d in front is twice as fast
         in_u += h[:-1].mul_(z).sum(dim=(0, 1))
     return values, (in_w, in_u, in_c.mul_(units**-0.5))
@@ -117,8 +125,8 @@ def eager(
 def _stream(w: Tensor, u: Tensor, tokens: Tensor, sigma: Activation) -> Tensor:
     """Return the last states of a block, (b, m), from one token after another."""
     state = tokens.new_zeros(tokens.shape[0], w.shape[0])
-    for x in tokens.unbind(dim=1):
-        state = sigma.value(torch.addmm(u * state, x, w.mT))
+    for t in range(tokens.shape[1]):  # unbind would make T views, megabytes at T = 2^15
+        state = sigma.value(torch.addmm(u * state, tokens[:, t], w.mT))
     return state
 
 
