@@ -101,4 +101,5 @@ def test_double_precision_uses_the_same_kernels(tmp_path):
     _, stack, instructions = resources(built, tmp_path)
     assert stack == 0
     assert "DFMA" in instructions
-    assert "f32" not in built.asm["ptx"]  # no constant or exponential of single precision
+    assert "cvt.rn.f32.f64" not in built.asm["ptx"]  # no detour through single precision
+    assert "ex2.approx" not in built.asm["ptx"]
