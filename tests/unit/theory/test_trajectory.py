@@ -143,6 +143,22 @@ def test_every_column_satisfies_its_line_of_the_proof():
         assert (h["distance_squared"] + lost - h["slack"]).to_list() == pytest.approx(following)
 
 
+@pytest.mark.parametrize("batch_size", [None, 1])
+def test_the_budget_is_what_the_descent_and_the_projection_used_up(batch_size):
+    # B = 2 eta sum <grad L_k, phi_k - phi*> + sum slack: without its noise term it would not be.
+    model, tokens, y, star = problem(2, targets="noise")
+    config = DescentConfig(20, step_size=0.5, radii=RHO, batch_size=batch_size)
+    run = record_trajectory(model, tokens, y, config, star)
+    h, eta = run.history, run.step_size
+    budget = run.progress + eta**2 * h["step_squared"].sum()
+    assert budget == pytest.approx(2 * eta * h["descent"].sum() + h["slack"].sum(), rel=1e-9)
+    found = run.certificate()
+    x = math.sqrt(found.average)
+    assert x**2 - x * run.epsilon == pytest.approx(budget / (4 * eta * 20), rel=1e-9)
+    assert found.optimisation**2 == pytest.approx(max(0.0, budget) / (4 * eta * 20))
+    assert found.total == pytest.approx((x + run.averaging) ** 2)
+
+
 def test_a_certificate_needs_no_positive_gram_matrix():
     # Each sequence twice with two targets: half of the spectrum is zero, and no kernel bound holds.
     model, tokens, y, star = problem(4, n=10)
