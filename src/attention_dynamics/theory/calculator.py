@@ -65,7 +65,8 @@ class BoundCalculator:
       :class:`~attention_dynamics.theory.trajectory.Trajectory`;
     - ``form``: ``"fast"``, additive in the root of the loss, for :math:`\kappa = \eta G^2 < 1`, or
       ``"paper"``, additive in the loss, for any :math:`\eta, \tau`. Where :math:`\kappa \ge 1` the
-      fast form does not exist: the paper's form is returned and flagged;
+      fast form does not exist: the paper's form is returned and flagged. For few heads, where
+      :math:`\epsilon > F + Y`, the paper's form can be the smaller one; both hold;
     - ``descent``: for ``"ProjSGD"`` the same numbers bound the conditional expectation;
     - ``concentration``: ``"mean"`` of the heads, without :math:`\log m`, or ``"largest"`` head, the
       paper's D (:func:`~attention_dynamics.theory.a_priori.a_priori_constants`);

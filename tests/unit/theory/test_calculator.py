@@ -18,6 +18,13 @@ from attention_dynamics.theory import (
     TransportNorms,
     random_multi_anchor,
 )
+from attention_dynamics.theory.a_priori import a_priori_constants
+from attention_dynamics.theory.approximation import (
+    approximation_bound,
+    bernstein_approximation_bound,
+    head_second_moment,
+)
+from attention_dynamics.theory.bounds import network_constants
 from attention_dynamics.theory.calculator import BoundCalculator
 from attention_dynamics.theory.requirements import required_steps, required_width, requirement
 from attention_dynamics.theory.setting import Setting, Start
@@ -66,6 +73,35 @@ def test_the_table_says_what_each_number_is():
     paper = PAPER.bound(SETTING).table()
     assert set(paper["unit"]) == {"loss"}
     assert paper["value"].iloc[:3].sum() == pytest.approx(paper.loc["total", "value"])
+
+
+def test_the_ingredients_are_the_constants_of_the_theory():
+    setting = replace(SETTING, radii=Radii(2.0, 1.5, 3.0), noise=0.3)
+    nu, inner = setting.transport_norms, Radii(1.0, 1.0, 1.0)
+    law = {"delta": 0.05, "inputs": UNIT_BALL}
+    outer = a_priori_constants(256, 8, setting.radii, transport_norms=nu, **law)
+    at_target = a_priori_constants(256, 8, inner, **law)
+    found = FAST.ingredients(setting)
+    assert found.distance_squared == pytest.approx(3.0)
+    assert found.gradient_squared == outer.gradient_squared
+    assert found.linearisation == pytest.approx(
+        (at_target.linearisation + outer.remainder) / math.sqrt(256)
+    )
+    assert found.averaging == pytest.approx(2 * outer.linearisation / math.sqrt(256))
+    approximation = bernstein_approximation_bound(nu, 256, delta=0.05, inputs=UNIT_BALL)
+    assert found.approximation == pytest.approx(approximation.rms + 0.3)
+    Y = math.sqrt(head_second_moment(nu, inputs=UNIT_BALL))
+    assert found.size == pytest.approx(outer.output + Y + 0.3)
+    assert FAST.bound(setting).initial_loss == pytest.approx((Y + 0.3) ** 2)
+    cut = approximation_bound(
+        nu, 256, 8, delta_prime=0.05, samples=500, delta=0.05, inputs=UNIT_BALL
+    )
+    assert PAPER.ingredients(setting).approximation == pytest.approx(cut.sup + 0.3)
+    initial = ShallowTransformer.symmetric(256, 8, query="last", seed=0).snapshot()
+    drawn = network_constants(initial, setting.radii, transport_norms=nu, inputs=UNIT_BALL)
+    measured = replace(FAST, mode="posterior").ingredients(setting, Start(initial, 0.7, 0.5))
+    assert measured.gradient_squared == drawn.gradient_squared
+    assert (measured.approximation, measured.distance_squared) == (0.7, 0.25)
 
 
 @pytest.mark.parametrize(
