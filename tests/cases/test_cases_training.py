@@ -48,7 +48,9 @@ def test_case_26_the_best_step_is_a_real_step_at_every_size_of_the_loss(size):
     assert 0 < result.best_step <= result.steps_taken
     assert result.best_step == int(losses.to_numpy().argmin())
     assert result.best_loss == losses.min() < 0.7 * losses.iloc[0]
-    assert result.best_loss == float(shallow.loss(result.best, *data(size), query=model_of().query))
+    # A step sums the heads in another order than a forward pass: equal up to the last places.
+    evaluated = float(shallow.loss(result.best, *data(size), query=model_of().query))
+    assert result.best_loss == pytest.approx(evaluated, rel=1e-13)
     assert not torch.equal(result.best.U, result.initial.U)
 
 
@@ -82,7 +84,8 @@ def test_case_26_best_and_final_are_both_kept():
         name: float(shallow.loss(getattr(result, name), *data(), query=model_of().query))
         for name in ("initial", "best", "averaged", "final")
     }
-    assert losses["best"] == result.best_loss < min(losses["initial"], losses["final"])
+    assert losses["best"] == pytest.approx(result.best_loss, rel=1e-13)
+    assert result.best_loss < min(losses["initial"], losses["final"])
     assert losses["final"] == pytest.approx(result.history["loss"].iloc[-1], rel=1e-13)
 
 
