@@ -6,6 +6,8 @@ small instance of it ran before, so that libraries and kernels do not count.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import multiprocessing
 import resource
 import sys
@@ -39,6 +41,14 @@ def peak_megabytes(prepare: Callable[..., Callable[[], object]], *arguments: Any
     return float(result)
 
 
+def give_back() -> None:
+    """Return freed memory to the system, so that no computation can hide in what is left of it."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc; others have none
+    if trim is not None:
+        trim(0)
+
+
 def memory_now() -> float:
     """The resident memory of this process in MB, after its peak was forgotten where that works."""
     if not _STATUS.exists():
@@ -61,6 +71,7 @@ def _measure(send: Any, prepare: Callable[..., Callable[[], object]], arguments:
 
         torch.set_num_threads(1)
         compute = prepare(*arguments)
+        give_back()
         before = memory_now()
         kept = compute()
         send.send(memory_peak() - before)

@@ -37,7 +37,7 @@ def cases(settings: Settings) -> list[Case]:
 
 def measure(settings: Settings) -> list[Row | Point]:
     """Ours against the definition on one block; ours on all samples; the peak of both."""
-    heads, block, total = (64, 4, 16) if settings.quick else (8192, 64, 5000)
+    heads, block, total = (64, 4, 16) if settings.quick else (8192, 32, 5000)
     sizes = f"m={heads} anchors={ANCHORS} T=16 d=8"
     baseline, ours = plain_teacher(heads, block), our_teacher(heads, block)
     difference = agreement(baseline(), ours(), TOLERANCE)
