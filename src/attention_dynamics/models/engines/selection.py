@@ -24,16 +24,6 @@ log = logging.getLogger("attention_dynamics")
 ENVIRONMENT = "ATTENTION_DYNAMICS_ENGINE"
 
 
-class _Missing:
-    """Stands in for an engine whose module can't be imported: it refuses everything."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        self.name, self.reason = name, reason
-
-    def refusal(self, inputs: Inputs, heads: int) -> str | None:
-        return self.reason
-
-
 def _reference() -> Engine:
     from attention_dynamics.models.engines.reference import Reference
 
@@ -64,7 +54,7 @@ def _triton() -> Engine:
     return Triton()
 
 
-# Built when first asked for: the GPU engine imports Triton, which not every machine has.
+# Imported when first asked for: most processes need one engine.
 _BUILDERS: dict[str, Callable[[], Engine]] = {
     "reference": _reference,
     "eager": _eager,
@@ -84,10 +74,7 @@ def get(name: str) -> Engine:
     if name not in _BUILDERS:
         known = ", ".join(repr(known) for known in ("auto", *NAMES))
         raise ValueError(f"engine: expected one of {known}, got {name!r}; 'auto' chooses for you")
-    try:
-        return _BUILDERS[name]()
-    except ImportError as error:
-        return _Missing(name, f"it can't be imported: {error}")  # type: ignore[return-value]
+    return _BUILDERS[name]()
 
 
 def choose(engine: str, inputs: Inputs, heads: int, *tensors: Tensor) -> Engine:
