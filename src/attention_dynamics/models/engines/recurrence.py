@@ -191,7 +191,7 @@ def refusal(name: str, tokens: Tensor, sigma: Activation) -> str | None:
     if sigma.value is not torch.tanh or sigma.first_from_value is None:
         return f"the activation is {sigma.name}"
     try:
-        native.library("recurrence.cpp")
+        _kernel(tokens.itemsize)
     except native.Unavailable as reason:
         return str(reason)
     return None
