@@ -241,15 +241,10 @@ class _Problems:
         if chosen.name == "triton":
             values, gradients = self._at_once(parameters)
         else:
+            members = StackedParameters(parameters, self.heads).unstack()
+            problems = zip(self.inputs, members, self.scales, self.targets, strict=True)
             pairs = [
-                chosen.step(inputs, own, self.activation, scale, y)
-                for inputs, own, scale, y in zip(
-                    self.inputs,
-                    StackedParameters(parameters, self.heads).unstack(),
-                    self.scales,
-                    self.targets,
-                    strict=True,
-                )
+                chosen.step(x, phi, self.activation, gamma, y) for x, phi, gamma, y in problems
             ]
             values = torch.stack([f for f, _ in pairs])
             gradients = stack([gradient for _, gradient in pairs]).parameters
