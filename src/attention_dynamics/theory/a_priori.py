@@ -39,7 +39,7 @@ Concentration = Literal["mean", "largest"]
 
 def mean_square_radius(heads: int, dimension: int, delta: float) -> float:
     r"""
-    .. math:: R_2^2 = \frac1N F^{-1}_{\chi^2_{Nd}}(1 - \delta')
+    .. math:: R_2^2 = \frac1N F^{-1}_{\chi^2_{dN}}(1 - \delta')
         \le d + 2\sqrt{\frac{2 d \log(1/\delta')}{m}} + \frac{4\log(1/\delta')}{m},
         \qquad N = m/2.
 
