@@ -1,8 +1,16 @@
-r"""Constants, bounds, kernels, transport maps and linearisation of the shallow Transformer."""
+r"""Kernels, transport maps, linearisation, and the convergence theorem with its constants."""
 
+from attention_dynamics.theory.a_priori import (
+    a_priori_constants,
+    mean_square_radius,
+    mean_square_radius_bound,
+)
 from attention_dynamics.theory.approximation import (
     ApproximationBound,
+    BernsteinBound,
     approximation_bound,
+    bernstein_approximation_bound,
+    head_second_moment,
     target_bound,
     value_radius,
     value_radius_bound,
@@ -16,6 +24,7 @@ from attention_dynamics.theory.bounds import (
     input_bounds,
     network_constants,
 )
+from attention_dynamics.theory.calculator import BoundCalculator, NoProjection
 from attention_dynamics.theory.constants import (
     KAPPA_STAR,
     activation_curvature,
@@ -26,7 +35,22 @@ from attention_dynamics.theory.constants import (
     head_smoothness,
     third_cumulant_bound,
 )
+from attention_dynamics.theory.convergence import (
+    Decomposition,
+    Ingredients,
+    fast_form,
+    paper_form,
+    path_length,
+    path_length_limit,
+    steps_without_projection,
+)
 from attention_dynamics.theory.erf_kernel import erf_kernel
+from attention_dynamics.theory.generalisation import (
+    GeneralisationBound,
+    expected_tangent_complexity,
+    generalisation_bound,
+    tangent_complexity,
+)
 from attention_dynamics.theory.kernels import (
     Spectrum,
     TangentKernel,
@@ -43,7 +67,20 @@ from attention_dynamics.theory.linearisation import (
     linearised,
     random_perturbation,
 )
+from attention_dynamics.theory.requirements import (
+    Requirement,
+    required_steps,
+    required_width,
+    requirement,
+)
+from attention_dynamics.theory.setting import ErrorBound, Setting, Start
 from attention_dynamics.theory.teacher import Teacher, TeacherValues
+from attention_dynamics.theory.trajectory import (
+    DescentStep,
+    Trajectory,
+    descent_step,
+    record_trajectory,
+)
 from attention_dynamics.theory.transport import (
     ApproximationError,
     MultiAnchorTransport,
@@ -60,28 +97,47 @@ __all__ = [
     "AdversarialPerturbation",
     "ApproximationBound",
     "ApproximationError",
+    "BernsteinBound",
+    "BoundCalculator",
+    "Decomposition",
+    "DescentStep",
+    "ErrorBound",
+    "GeneralisationBound",
     "IndRNNGradientBounds",
+    "Ingredients",
     "InputBounds",
     "LimitKernel",
     "MultiAnchorTransport",
     "NetworkConstants",
+    "NoProjection",
+    "Requirement",
+    "Setting",
     "Spectrum",
+    "Start",
     "TangentKernel",
     "Teacher",
     "TeacherValues",
+    "Trajectory",
     "TransportNorms",
+    "a_priori_constants",
     "activation_curvature",
     "adversarial_perturbation",
     "approximation_bound",
     "approximation_error",
+    "bernstein_approximation_bound",
     "block_curvature",
     "block_slope",
     "covariance_trace_bound",
+    "descent_step",
     "empirical_kernel",
     "empirical_kernel_total",
     "erf_kernel",
+    "expected_tangent_complexity",
+    "fast_form",
+    "generalisation_bound",
     "head_contributions",
     "head_lipschitz",
+    "head_second_moment",
     "head_smoothness",
     "indrnn_gradient_bounds",
     "input_bounds",
@@ -89,10 +145,21 @@ __all__ = [
     "limit_kernel",
     "linearisation_error",
     "linearised",
+    "mean_square_radius",
+    "mean_square_radius_bound",
     "network_constants",
+    "paper_form",
+    "path_length",
+    "path_length_limit",
     "random_multi_anchor",
     "random_perturbation",
+    "record_trajectory",
+    "required_steps",
+    "required_width",
+    "requirement",
     "spectrum",
+    "steps_without_projection",
+    "tangent_complexity",
     "target_bound",
     "third_cumulant_bound",
     "transported_function",
