@@ -84,10 +84,10 @@ def _rows(a: Tensor, M: Tensor, b: Tensor, N: Tensor) -> TangentKernel:
     rho = (a @ b.mT).clamp(-1, 1)
     rest = (1 - rho * rho).clamp_min(torch.finfo(a.dtype).tiny)
     Ma, Nb = torch.einsum("jde,je->jd", M, a), torch.einsum("kde,ke->kd", N, b)
-    # M_j b_k and N_k a_j for all pairs, (j, k, d): every form in N = M_j N_k is made of these.
-    Mb = torch.einsum("jde,ke->jld", M, b)
-    Na = torch.einsum("kde,je->jld", N, a)
-    own = (Na @ Ma[:, :, None]).squeeze(-1) + torch.einsum("jld,kd->jk", Mb, Nb)
+    # M_j b_i and N_i a_j for all pairs, (j, i, d): every form in N = M_j N_i is made of these.
+    Mb = torch.einsum("jde,ie->jid", M, b)
+    Na = torch.einsum("ide,je->jid", N, a)
+    own = (Na @ Ma[:, :, None]).squeeze(-1) + torch.einsum("jid,id->ji", Mb, Nb)
     cross = Ma @ Nb.mT + (Mb * Na).sum(dim=-1)
     inner = M.flatten(1) @ N.flatten(1).mT - (own - rho * cross) / rest
     slope = rest.rsqrt()
