@@ -132,7 +132,7 @@ def head_second_moment(
     :math:`\mathbb E_U \|MU\|^2 = \operatorname{tr} M^2 \le (b^2 - \|a\|^2)^2`: on average MU is as
     short as for :math:`\|U\| = 1`. Minkowski's inequality, first over U given W, then over W, gives
     the root. By Jensen :math:`|\tilde f(X; v)| \le g(1)` as well. Units: the target's, squared.
-    Derived here; arXiv 2601.16514 has the rate that follows from it, not the constant.
+    Derived here; the rate of arXiv 2601.16514 has :math:`D = d + \log(m/\delta')` in its place.
 
     Raises TypeError if ``inputs`` is something else, ValueError for an unknown activation.
     """

@@ -171,7 +171,8 @@ class BoundCalculator:
         )  # fmt: skip
         length = path_length(ingredients, setting.eta, setting.steps)
         steps = steps_without_projection(ingredients, setting.eta, limit)
-        return NoProjection(length <= limit, steps, length, limit, 1.0 - sum(events.values()))
+        probability = max(0.0, 1.0 - sum(events.values()))
+        return NoProjection(length <= limit, steps, length, limit, probability)
 
     def _ingredients(
         self, setting: Setting, evidence: Evidence

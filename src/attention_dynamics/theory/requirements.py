@@ -31,11 +31,12 @@ class Requirement(NamedTuple):
 def required_steps(
     calculator: BoundCalculator, setting: Setting, target: float, start: Start | None = None
 ) -> int:
-    r"""The least :math:`\tau` whose bound meets the target while that of :math:`\tau - 1` does not.
+    r"""A :math:`\tau` whose bound meets the target while that of :math:`\tau - 1` does not.
 
     ``target`` is a loss, compared with ``total``. Everything else is as in the setting, whose own
     ``steps`` are ignored; its step size, if None, is :math:`1/\sqrt\tau` at each :math:`\tau`.
-    At a constant step the bound falls with :math:`\tau`, so this is the smallest number of all.
+    At a constant step the bound falls with :math:`\tau`, so this is the smallest number of all. At
+    :math:`1/\sqrt\tau` it jumps up where :math:`\kappa` falls below 1 and the fast form begins.
 
     Raises ValueError if no number of steps is enough: the error of m heads stays.
     """
@@ -57,11 +58,13 @@ def required_steps(
 
 
 def required_width(calculator: BoundCalculator, setting: Setting, target: float) -> int:
-    r"""The least even m with bound(m) :math:`\le` ``target`` < bound(m - 2).
+    r"""An even m with bound(m) :math:`\le` ``target`` < bound(m - 2), or 2.
 
     For the steps and step size of the setting, whose own ``heads`` are ignored. A priori only: the
-    heads of a measured start cannot be changed. With the concentration of the mean head the bound
-    falls with m.
+    heads of a measured start cannot be changed. It is the least m where the bound falls with m:
+    with the concentration of the mean head and small :math:`\delta'`, while the form stays the
+    same. At a step size for which :math:`\kappa` falls below 1 only from some width on, the bound
+    jumps up there, from the paper's form to the fast one.
 
     Raises ValueError if no width is enough: the error of :math:`\tau` steps, or the noise, stays.
     """
@@ -94,7 +97,7 @@ def requirement(
     .. math:: m: \text{ error of infinitely many steps } \le \text{share}\cdot\text{target}, \qquad
         \tau: \text{ bound}(m, \tau) \le \text{target}, \qquad \eta = \kappa/G^2(m).
 
-    First the least even m, then for it the least :math:`\tau`, in the fast form, whose error of
+    First m, then for it the least :math:`\tau`, in the fast form, whose error of
     infinitely many steps is :math:`(\epsilon/(1-\kappa) + 2E_{\mathrm{lin}}(\rho)/\sqrt m)^2 =
     O(1/m)`. The step size is chosen (``kappa`` below 1), so that of the setting is ignored, as are
     its heads and steps. A larger ``share`` means fewer heads and more steps.

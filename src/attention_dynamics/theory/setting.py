@@ -35,7 +35,8 @@ class Setting:
 
     ``heads`` (m), ``samples`` (n), ``length`` (T), ``dimension`` (d), ``steps`` (:math:`\tau`),
     ``step_size`` (:math:`\eta`, None for :math:`1/\sqrt\tau`), ``radii`` (:math:`\rho`),
-    ``transport_norms`` (:math:`\nu`), ``inputs`` from
+    ``transport_norms`` (:math:`\nu`, bounds of the map itself: for anchors
+    :meth:`.MultiAnchorTransport.sup_norm_bounds`), ``inputs`` from
     :func:`~attention_dynamics.theory.bounds.input_bounds`: for b or :math:`b_q` other than 1 every
     constant is the rescaled one. T is part of the description and enters no bound.
 
@@ -90,7 +91,9 @@ class Start:
     ``distance`` is :math:`\|\phi^\star - \phi_0\| = (\frac1m\sum_i \|v(c_i, U_i, W_i)\|^2)^{1/2}`.
     What is None is bounded instead. :meth:`measure` takes both from a transport map and data.
 
-    Raises ValueError for parameters that are not finite or a negative number.
+    Raises ValueError for parameters that are not finite, heads that are not those of the symmetric
+    initialisation (the theorem needs :math:`f(\phi_0) = 0` and :math:`c_i = \pm1`), or a negative
+    number.
     """
 
     initial: Parameters
@@ -99,6 +102,18 @@ class Start:
 
     def __post_init__(self) -> None:
         self.initial.require_valid("initial")
+        if not self.initial.is_symmetric():
+            raise ValueError(
+                "initial: expected the symmetric initialisation, where f(phi_0) = 0, got heads "
+                "that are not paired; take a snapshot before the first step, or certify the run"
+            )
+        sizes = self.initial.c.abs()
+        if not bool((sizes == 1).all()):
+            odd = float(sizes[sizes != 1][0])
+            raise ValueError(
+                f"initial: expected c_i = +-1, got {odd:g}; the bounds are about coefficients of "
+                "this size"
+            )
         for name in ("approximation_error", "distance"):
             if getattr(self, name) is not None:
                 require_number(name, getattr(self, name))

@@ -5,11 +5,13 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_dynamics.data.streams import generator
 from attention_dynamics.data.tokens import unit_ball_tokens
+from attention_dynamics.models.parameters import independent_initialisation
 from attention_dynamics.models.shallow import ShallowTransformer
 from attention_dynamics.theory import (
     UNIT_BALL,
@@ -374,6 +376,28 @@ def test_evidence_must_be_of_the_mode_and_of_the_setting():
         certificate.no_projection(setting, trajectory)
 
 
+def test_a_start_that_the_theorem_does_not_speak_of_is_refused():
+    # Independent heads start at f(phi_0) = O(1), which no term of the bound holds: with tiny norms
+    # and a measured error of 0 the "bound" would be 1e-11.
+    heads = independent_initialisation(
+        8, 3, generator=generator(0, "unpaired"), dtype=torch.float64
+    )
+    with pytest.raises(ValueError, match="initial: expected the symmetric initialisation"):
+        Start(heads, 0.0, 0.0)
+    paired = ShallowTransformer.symmetric(8, 3, query="last", seed=0).snapshot()
+    moved = paired._replace(U=paired.U + torch.arange(8)[:, None])
+    with pytest.raises(ValueError, match="initial: expected the symmetric initialisation"):
+        Start(moved)
+    with pytest.raises(ValueError, match=r"initial: expected c_i = \+-1, got 2"):
+        Start(paired._replace(c=2 * paired.c))
+    Start(paired)
+
+
+def test_the_probability_that_nothing_is_projected_is_never_negative():
+    certain = replace(SETTING, delta=0.6, delta_prime=0.6)
+    assert FAST.no_projection(certain).probability == 0.0
+
+
 def test_where_projection_is_excluded_it_does_not_act_and_the_stopping_time_is_the_last():
     setting, start, *_ = run_of(m=512, nu=0.05)
     wide = replace(setting, radii=Radii(1.0, 1.0, 1.0), step_size=0.001, steps=10)
@@ -434,6 +458,18 @@ def test_heads_and_steps_grow_as_the_rates_say():
     one, tenth = (requirement(FAST, SETTING, target) for target in (0.01, 0.001))
     assert tenth.heads / one.heads == pytest.approx(10, rel=0.05)  # m ~ 1/error in the fast form
     assert tenth.steps / one.steps == pytest.approx(10, rel=0.05)  # and tau ~ 1/error
+
+
+def test_the_bound_may_rise_where_the_fast_form_begins_so_a_width_is_a_crossing():
+    # kappa falls below 1 between 256 and 512 heads: there the fast form starts at infinity.
+    base = replace(SETTING, steps=10**5, step_size=0.085)
+    before, after = (FAST.bound(replace(base, heads=m)) for m in (256, 512))
+    assert (before.form, after.form) == ("paper", "fast")
+    assert after.total > 100 * before.total
+    for target in (100.0, 50.0):
+        m = required_width(FAST, base, target)
+        assert FAST.bound(replace(base, heads=m)).total <= target
+        assert FAST.bound(replace(base, heads=m - 2)).total > target
 
 
 def test_targets_out_of_reach_are_refused_with_what_stays():
