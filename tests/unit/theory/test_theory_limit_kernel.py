@@ -111,6 +111,22 @@ def test_the_mean_slope_is_the_gaussian_integral(sigma, largest):
         )
 
 
+@pytest.mark.parametrize("norm", [10.0, 1000.0])
+def test_the_mean_slope_is_exact_for_long_tokens_or_refused(norm):
+    # An error of beta is a bias that the standard error does not see.
+    for v in (norm**2, norm**2 / 2, norm**2 / 100):
+        beta = mean_slope(TANH, norm**2, torch.float64)
+        expected, _ = integrate.quad(
+            lambda s, v=v: math.exp(-s * s / (2 * v)) / math.cosh(s) ** 2, -30, 30, epsabs=1e-13
+        )
+        expected /= math.sqrt(2 * math.pi * v)
+        assert float(beta(torch.tensor(v).double())) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    step = Activation("step", torch.sign, lambda x: (x.abs() < 0.01) * 100.0, torch.zeros_like,
+                      (1.0, 100.0, 0.0))  # fmt: skip
+    with pytest.raises(ValueError, match="mean slope of 'step' is not resolved for tokens of norm"):
+        mean_slope(step, norm**2, torch.float64)
+
+
 @pytest.mark.parametrize("query", ["fixed", "last"])
 @pytest.mark.parametrize("activation", ["erf", "tanh", "erf_plain"])
 def test_the_methods_agree_within_their_errors(query, activation):
@@ -130,6 +146,9 @@ def test_the_methods_agree_within_their_errors(query, activation):
                           strict=True)]  # fmt: skip
             pairs.append((one.total, found[0].total, one.standard_error, found[0].standard_error))
             for left, right, left_error, right_error in pairs:
+                # Entries share their heads, so the worst case is one t variable, of at least 15
+                # degrees of freedom: beyond 2.5 in 2.5 % of the cases. The seeds are fixed; a
+                # mean of 1.1 is expected, and a factor of 1.01 in a block is far outside.
                 distance = (left - right) / (left_error.square() + right_error.square()).sqrt()
                 assert rms(distance) < 2.5
 
@@ -161,9 +180,12 @@ def test_the_standard_error_covers(method):
         found = estimate(method, seed=seed, points=8 if method == "closed form" else 32)
         scores.append((found.total - reference) / found.standard_error)
     scores = torch.stack(scores)
-    # Student's t with 7 degrees of freedom: rms sqrt(7/5), and 95 % within 2.365
-    assert 0.8 < rms(scores) < 1.8
-    assert float((scores.abs() < 2.365).double().mean()) > 0.88
+    # Student's t with 7 degrees of freedom: mean square 7/5, and 95 % within 2.365. Entries of one
+    # seed share their heads; if they were one number, 25 seeds would leave the mean square, whose
+    # variance is (147/15 - 49/25)/25, and the share, of variance .05 * .95/25, within two standard
+    # deviations above and 1.4 below, and one for the share: errors that are wrong by half show.
+    assert 0.64 < float(scores.square().mean()) < 2.52
+    assert float((scores.abs() < 2.365).double().mean()) > 0.906
 
 
 @pytest.mark.parametrize("activation", ["erf", "tanh"])
