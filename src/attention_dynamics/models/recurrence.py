@@ -169,6 +169,5 @@ def _prepare(
         if chunk is not None:
             require_integer("chunk", chunk, minimum=1, remedy="pass None for the default")
     dtype = working_dtype(tokens.dtype)
-    if dtype != tokens.dtype:
-        tokens, parameters = tokens.to(dtype), parameters.map(lambda block: block.to(dtype))
-    return get_activation(activation), tokens, parameters
+    parameters = parameters.map(lambda block: block.to(dtype))
+    return get_activation(activation), tokens.to(dtype), parameters

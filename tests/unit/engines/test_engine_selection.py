@@ -22,7 +22,7 @@ INPUTS = Inputs(TOKENS, QUERY, None)
 @pytest.fixture(autouse=True)
 def _nothing_reported(monkeypatch):
     monkeypatch.delenv(selection.ENVIRONMENT, raising=False)
-    selection._report.cache_clear()
+    selection.report.cache_clear()
 
 
 @pytest.fixture

@@ -229,7 +229,7 @@ def clear():
     for cached in (native.library, getattr(native, "_attempt", None), engines._kernel):
         if hasattr(cached, "cache_clear"):
             cached.cache_clear()
-    selection._report.cache_clear()
+    selection.report.cache_clear()
 
 
 @pytest.fixture

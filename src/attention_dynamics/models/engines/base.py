@@ -6,14 +6,34 @@ nothing again. They agree with each other to rounding; tests hold each against t
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, Protocol, TypeVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from attention_dynamics.models._pass import HeadFeatures, Inputs
 from attention_dynamics.models.activations import Activation
 from attention_dynamics.models.parameters import Parameters
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def plainly(function: Callable[P, R]) -> Callable[P, R]:
+    """Run ``function`` outside of autograd and of autocast: in the dtype of its arguments."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.no_grad():
+            if not any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+                return function(*args, **kwargs)
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                return function(*args, **kwargs)
+
+    return run
 
 
 class Engine(Protocol):

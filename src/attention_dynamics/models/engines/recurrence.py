@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 from collections.abc import Callable
 from functools import cache
 
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from attention_dynamics.models.activations import Activation
 from attention_dynamics.models.engines import native, selection
+from attention_dynamics.models.engines.base import plainly
 
 Blocks = tuple[Tensor, Tensor, Tensor]
 """One tensor each for w, u and c."""
@@ -66,7 +66,7 @@ def formula(parameters: Blocks, tokens: Tensor, sigma: Activation) -> Tensor:
     return (c * state).sum(dim=-1) * w.shape[0] ** -0.5
 
 
-@torch.no_grad()
+@plainly
 def eager(
     parameters: Blocks,
     tokens: Tensor,
@@ -130,7 +130,7 @@ def _stream(w: Tensor, u: Tensor, tokens: Tensor, sigma: Activation) -> Tensor:
     return state
 
 
-@torch.no_grad()
+@plainly
 def fused(
     parameters: Blocks,
     tokens: Tensor,
@@ -141,6 +141,7 @@ def fused(
     """By ``recurrence.cpp``: the same bits for any number of threads, states kept up to 4 MiB."""
     w, u, c = parameters
     (units, dimension), (samples, length, _) = w.shape, tokens.shape
+    _require_memory(tokens, dimension, targets)
     run, lanes = _kernel(tokens.itemsize)
     tiles = -(-units // lanes)
     rows = tokens.new_zeros(dimension + 2, tiles * lanes)
@@ -165,6 +166,20 @@ def fused(
     rows = sums.transpose(0, 1).reshape(dimension + 2, tiles * lanes)[:, :units]
     in_c = rows[dimension + 1] * units**-0.5
     return values, (rows[:dimension].mT.contiguous(), rows[dimension].clone(), in_c)
+
+
+def _require_memory(tokens: Tensor, dimension: int, targets: Tensor | None) -> None:
+    """The kernel reads n T d tokens and n targets, whatever there is."""
+    expected = {"tokens": (tokens, (*tokens.shape[:2], dimension))}
+    if targets is not None:
+        expected["targets"] = targets, tokens.shape[:1]
+    for name, (array, shape) in expected.items():
+        if array.shape != shape or array.dtype != tokens.dtype or array.device != tokens.device:
+            raise ValueError(
+                f"{name}: expected shape {tuple(shape)} and {tokens.dtype} on {tokens.device}, got "
+                f"{tuple(array.shape)} and {array.dtype} on {array.device}; leave validate=True "
+                "for a message before the call"
+            )
 
 
 @cache
@@ -203,18 +218,15 @@ def choose(engine: str, tokens: Tensor, sigma: Activation, *tensors: Tensor) -> 
     What autograd, ``torch.func`` or a tracer has to look into goes to the reference. Raises
     ValueError for an unknown name.
     """
-    if engine == "auto":
-        engine = os.environ.get(selection.ENVIRONMENT) or "auto"
+    engine = selection.asked_for(engine)
     named = engine != "auto"
-    if named:
-        selection.get(engine)
-    if selection._looked_into(tokens, *tensors):
+    if selection.looked_into(tokens, *tensors):
         return reference
     name = engine if named else "fused"
     reason = refusal(name, tokens, sigma)
     if reason is None:
         return {"reference": reference, "eager": eager, "fused": fused}[name]
-    selection._report(
+    selection.report(
         f"{name} of the recurrence", reason, logging.WARNING if named else logging.INFO
     )
     return eager

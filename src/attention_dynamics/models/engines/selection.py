@@ -84,14 +84,9 @@ def choose(engine: str, inputs: Inputs, heads: int, *tensors: Tensor) -> Engine:
     tracer or the meta device has to look into goes to the reference. Raises ValueError for an
     unknown name.
     """
+    engine = asked_for(engine)
     named = engine != "auto"
-    if not named:
-        given = os.environ.get(ENVIRONMENT) or "auto"
-        named = given != "auto"
-        engine = given
-    if named:
-        get(engine)  # an unknown name is an error also where the reference serves
-    if _looked_into(inputs.tokens, inputs.query, *tensors):
+    if looked_into(inputs.tokens, inputs.query, *tensors):
         return get("reference")
     candidates = (engine,) if named else _ORDER.get(inputs.tokens.device.type, ())
     for name in candidates:
@@ -99,7 +94,7 @@ def choose(engine: str, inputs: Inputs, heads: int, *tensors: Tensor) -> Engine:
         reason = candidate.refusal(inputs, heads)
         if reason is None:
             return candidate
-        _report(name, reason, logging.WARNING if named else logging.INFO)
+        report(name, reason, logging.WARNING if named else logging.INFO)
     return get("eager")
 
 
@@ -113,7 +108,7 @@ def describe() -> str:
     """One line: the engine that ``"auto"`` takes on this machine, and why."""
     probe = _probe()
     device = probe.tokens.device.type
-    given = os.environ.get(ENVIRONMENT) or "auto"
+    given = asked_for("auto")
     order = _ORDER.get(device, ()) if given == "auto" else (given,)
     reasons: list[str] = []
     for name in order:
@@ -129,21 +124,22 @@ def plain(*tensors: Tensor) -> bool:
 
     Their values may then be looked at: it costs no wait for a device.
     """
-    return not _looked_into(*tensors) and all(t.device.type == "cpu" for t in tensors)
+    return not looked_into(*tensors) and all(t.device.type == "cpu" for t in tensors)
 
 
-def _because(given: str, reasons: list[str]) -> str:
-    parts = [f"{ENVIRONMENT}={given}"] if given != "auto" else []
-    parts += reasons or ([] if parts else ["the fastest here"])
-    return f" ({'; '.join(parts)})"
+def asked_for(engine: str) -> str:
+    """Return the engine a caller names, or what the environment says in place of "auto".
+
+    Raises ValueError for an unknown name.
+    """
+    if engine == "auto":
+        engine = os.environ.get(ENVIRONMENT) or "auto"
+    if engine != "auto":
+        get(engine)
+    return engine
 
 
-def _probe() -> Inputs:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Inputs(torch.zeros(1, 2, 2, device=device), torch.zeros(2, device=device), None)
-
-
-def _looked_into(*tensors: Tensor) -> bool:
+def looked_into(*tensors: Tensor) -> bool:
     """Whether derivatives are taken of the tensors, or they are not plain numbers in memory."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return True
@@ -155,10 +151,23 @@ def _looked_into(*tensors: Tensor) -> bool:
         or tensor.device.type == "meta"
         or type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
         or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        or tensor.is_neg()  # the numbers in memory have the other sign
         for tensor in tensors
     )
 
 
 @cache
-def _report(name: str, reason: str, level: int) -> None:
+def report(name: str, reason: str, level: int) -> None:
+    """Log once that an engine can't serve, at that level: WARNING where the caller named it."""
     log.log(level, "engine %s can't be used (%s); another one gives the same results", name, reason)
+
+
+def _because(given: str, reasons: list[str]) -> str:
+    parts = [f"{ENVIRONMENT}={given}"] if given != "auto" else []
+    parts += reasons or ([] if parts else ["the fastest here"])
+    return f" ({'; '.join(parts)})"
+
+
+def _probe() -> Inputs:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Inputs(torch.zeros(1, 2, 2, device=device), torch.zeros(2, device=device), None)
