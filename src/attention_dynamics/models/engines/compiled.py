@@ -23,6 +23,7 @@ from attention_dynamics.models import _pass
 from attention_dynamics.models._network import head_sum, twin_heads
 from attention_dynamics.models._pass import HeadFeatures, Inputs
 from attention_dynamics.models.activations import Activation
+from attention_dynamics.models.engines.base import plainly
 from attention_dynamics.models.parameters import Parameters
 
 _SHAPES_KEPT = 32
@@ -43,7 +44,7 @@ class Compiled:
             return f"the dtype is {tokens.dtype}"
         return _missing(tokens.device.type)
 
-    @torch.no_grad()
+    @plainly
     def features(
         self, inputs: Inputs, U: Tensor, W: Tensor, scale: float, *, chunk: int | None = None
     ) -> HeadFeatures:
@@ -56,7 +57,7 @@ class Compiled:
             out.r[block] = r[:, :count].permute(1, 2, 0)
         return out
 
-    @torch.no_grad()
+    @plainly
     def scores(
         self, inputs: Inputs, U: Tensor, W: Tensor, scale: float, *, chunk: int | None = None
     ) -> Float[Tensor, "n m"]:
@@ -66,7 +67,7 @@ class Compiled:
             out[block] = s[:count]
         return out
 
-    @torch.no_grad()
+    @plainly
     def slopes(
         self,
         inputs: Inputs,
@@ -87,7 +88,7 @@ class Compiled:
             scores[block], slopes[block] = s[:count], slope[:count]
         return scores, slopes
 
-    @torch.no_grad()
+    @plainly
     def step(
         self,
         inputs: Inputs,
@@ -108,7 +109,7 @@ class Compiled:
 
         return values, self._pulled_back(parameters, inputs, sigma, scale, chunk, cotangent)
 
-    @torch.no_grad()
+    @plainly
     def vjp(
         self,
         inputs: Inputs,

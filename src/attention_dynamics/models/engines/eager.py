@@ -1,7 +1,7 @@
 r"""Plain torch operators on blocks of samples, outside of autograd: what runs without a compiler.
 
 Two layouts, chosen by measurement: heads innermost (``pooling``), where products with the tokens
-are left to the matrix library, and samples innermost (``few_heads``) for the gradient of few heads.
+are left to the matrix library, and samples innermost (``few_heads``) for few heads.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from attention_dynamics.models._network import head_sum, twin_heads
 from attention_dynamics.models._pass import HeadFeatures, Inputs
 from attention_dynamics.models.activations import Activation
 from attention_dynamics.models.engines import few_heads
+from attention_dynamics.models.engines.base import plainly
 from attention_dynamics.models.engines.pooling import Directions, Pooling
 from attention_dynamics.models.engines.workspace import WORKSPACE
 from attention_dynamics.models.parameters import Parameters
@@ -30,7 +31,7 @@ class Eager:
         """None: torch itself is all it needs."""
         return None
 
-    @torch.no_grad()
+    @plainly
     def features(
         self, inputs: Inputs, U: Tensor, W: Tensor, scale: float, *, chunk: int | None = None
     ) -> HeadFeatures:
@@ -48,12 +49,15 @@ class Eager:
             out.r[block] = sums.R.div_(Z).mT
         return out
 
-    @torch.no_grad()
+    @plainly
     def scores(
         self, inputs: Inputs, U: Tensor, W: Tensor, scale: float, *, chunk: int | None = None
     ) -> Float[Tensor, "n m"]:
         r""":math:`s`."""
         out = inputs.tokens.new_empty(inputs.tokens.shape[0], U.shape[0])
+        size = few_heads.block_size(inputs, len(U), chunk)
+        if size is not None:
+            return few_heads.scores(inputs, U, W, scale, size, out)
         pooling = Pooling(inputs, U, W, scale, chunk)
         for block in pooling.blocks():
             sums, first = pooling.sums(block, spread=False)
@@ -61,7 +65,7 @@ class Eager:
             torch.addmm(s, first, pooling.UT, out=out[block])
         return out
 
-    @torch.no_grad()
+    @plainly
     def slopes(
         self,
         inputs: Inputs,
@@ -91,7 +95,7 @@ class Eager:
             torch.addmm(along, first, VT, out=slope[block])
         return s, slope
 
-    @torch.no_grad()
+    @plainly
     def step(
         self,
         inputs: Inputs,
@@ -117,7 +121,7 @@ class Eager:
 
         return values, _accumulate(parameters, inputs, sigma, scale, chunk, cotangent)
 
-    @torch.no_grad()
+    @plainly
     def vjp(
         self,
         inputs: Inputs,

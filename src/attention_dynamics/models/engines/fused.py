@@ -18,6 +18,7 @@ from attention_dynamics.models._network import head_sum, twin_heads
 from attention_dynamics.models._pass import HeadFeatures, Inputs
 from attention_dynamics.models.activations import Activation
 from attention_dynamics.models.engines import native
+from attention_dynamics.models.engines.base import plainly
 from attention_dynamics.models.parameters import Parameters
 
 _SCORES, _FEATURES, _SLOPES, _SUMS, _STEP, _VJP, _PULL = range(7)
@@ -26,6 +27,10 @@ _ARRAYS = (
     *("tokens", "query", "mask", "U", "W", "c", "V", "Z", "C", "given"),
     *("s", "slope", "a", "r", "sum", "squares", "f", "grad_c", "grad_U", "grad_W"),
 )
+
+
+# Axes of what callers hand over.
+_AXES = {"mask": "nT", "U": "md", "W": "mdd", "c": "m", "V": "md", "Z": "mdd", "C": "m"}
 
 
 class _Problem(ctypes.Structure):
@@ -111,6 +116,7 @@ class Fused:
         )  # fmt: skip
         return total, squares
 
+    @plainly
     def step(
         self,
         inputs: Inputs,
@@ -133,6 +139,7 @@ class Fused:
         g = (f - targets) * (2.0 / targets.shape[0])
         return f, _pull(inputs, parameters, scale, values, slopes, g)
 
+    @plainly
     def vjp(
         self,
         inputs: Inputs,
@@ -165,7 +172,7 @@ def _pull(
 def _gradients(
     mode: int, inputs: Inputs, scale: float, parameters: Parameters, **arrays: Tensor
 ) -> Parameters:
-    gradients = Parameters(*(torch.empty(block.shape, dtype=block.dtype) for block in parameters))
+    gradients = Parameters(*(inputs.tokens.new_empty(block.shape) for block in parameters))
     for name, block in zip(("grad_c", "grad_U", "grad_W"), gradients, strict=True):
         arrays[name] = block
     if mode == _PULL:
@@ -181,6 +188,7 @@ def _call(mode: int, inputs: Inputs, scale: float, **arrays: Tensor) -> None:
     arrays["tokens"], arrays["query"] = tokens, query
     if mask is not None:
         arrays["mask"] = mask
+    _require_memory(mode, arrays)
     # Outputs are made contiguous by their makers; an input that is not is copied here, and the
     # dictionary keeps the copy alive during the call.
     arrays = {name: array.contiguous() for name, array in arrays.items()}
@@ -191,6 +199,27 @@ def _call(mode: int, inputs: Inputs, scale: float, **arrays: Tensor) -> None:
     )  # fmt: skip
     if _kernel(tokens.dtype)(ctypes.byref(problem)):
         raise MemoryError("the fused kernel found no memory for its gradients: use fewer heads")
+
+
+def _require_memory(mode: int, arrays: dict[str, Tensor]) -> None:
+    """Hold all arrays against the tokens: the kernel would read past the end of a smaller one."""
+    tokens = arrays["tokens"]
+    samples, length, dimension = tokens.shape
+    sizes = {"n": samples, "T": length, "d": dimension, "m": arrays["U"].shape[0]}
+    axes = {
+        "query": "nd" if arrays["query"].ndim == 2 else "d",
+        "given": "nm" if mode == _PULL else "n",
+        **_AXES,
+    }
+    for name in axes.keys() & arrays.keys():
+        array, shape = arrays[name], tuple(sizes[axis] for axis in axes[name])
+        dtype = torch.bool if name == "mask" else tokens.dtype
+        if array.shape != shape or array.dtype != dtype or array.device != tokens.device:
+            raise ValueError(
+                f"{name}: expected shape {shape} and {dtype} on {tokens.device}, as the tokens ask "
+                f"for, got {tuple(array.shape)} and {array.dtype} on {array.device}; bring all to "
+                "one device, and leave validate=True for a message in your own names"
+            )
 
 
 @cache

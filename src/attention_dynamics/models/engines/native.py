@@ -45,10 +45,14 @@ class Unavailable(RuntimeError):
 
 def compiler() -> str | None:
     """The C++ compiler: ``CXX`` if set, else c++, g++ or clang++ on the path; None without one."""
-    chosen = os.environ.get("CXX")
-    if chosen:
-        return shutil.which(chosen)
-    return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    return _search(os.environ.get("CXX"), os.environ.get("PATH"))
+
+
+@cache
+def _search(chosen: str | None, path: str | None) -> str | None:
+    """The same for these values of CXX and PATH: an engine that refuses is asked at every call."""
+    names = (chosen,) if chosen else ("c++", "g++", "clang++")
+    return next(filter(None, (shutil.which(name, path=path) for name in names)), None)
 
 
 def cache_directory() -> Path:

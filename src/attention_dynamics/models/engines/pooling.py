@@ -19,7 +19,7 @@ from attention_dynamics.models._pass import Inputs
 from attention_dynamics.models.engines.workspace import WORKSPACE
 
 #: Elements (samples x tokens x heads) of a buffer: the few that are in use stay in the cache.
-BLOCK = 2**18
+BLOCK = 2**17
 _LEAST_TOKENS = 16
 _SAFE = 2.0**60
 
@@ -45,6 +45,27 @@ class Sums(NamedTuple):
         return Sums(top, self.Z.clone(), self.A.clone(), s, R)
 
 
+class _Buffers:
+    """Memory for one block and the views of it that a pass needs, made once a call, not a block."""
+
+    def __init__(self, like: Tensor, count: int, length: int, dimension: int, heads: int) -> None:
+        def take(name: str, *shape: int) -> Tensor:
+            return WORKSPACE.take(name, like, *shape)
+
+        x = take("tokens", count, length, dimension + 1)
+        x[..., dimension] = 1.0  # this coordinate of the sums over x is Z
+        self.centred, self.xT = x[..., :dimension], x.mT
+        self.rows = x.view(-1, dimension + 1)[:, :dimension]
+        self.e = take("weights", count, length, heads)
+        self.p = take("projections", count, length, heads)
+        self.e_rows, self.p_rows = self.e.view(-1, heads), self.p.view(-1, heads)
+        self.A_and_Z = take("A", count, dimension + 1, heads)
+        self.R_and_s = take("R", count, dimension + 1, heads)
+        self.Z, self.A = self.A_and_Z[:, dimension], self.A_and_Z[:, :dimension]
+        self.s, self.R = self.R_and_s[:, dimension], self.R_and_s[:, :dimension]
+        self.s_between = self.s[:, None]
+
+
 class Pooling:
     """The sums of one call: directions of the heads and sizes of the blocks."""
 
@@ -59,6 +80,7 @@ class Pooling:
         self.samples = max(1, min(chunk, samples))
         self.inputs, self.UT = inputs, U.mT.contiguous()
         self.directions = Directions(W, inputs.query, scale / math.log(2.0), "w")
+        self._buffers: dict[tuple[int, int], _Buffers] = {}
 
     def blocks(self) -> list[slice]:
         """The slices of samples to pool one after the other."""
@@ -71,42 +93,45 @@ class Pooling:
         They lie in the workspace: the next call overwrites them.
         """
         tokens, query, mask = self.inputs.rows(block)
-        first = tokens[:, 0]
+        start = tokens[:, :1]
+        first = start[:, 0]
         w = self.directions.of(query)
+        if self.length == tokens.shape[1]:
+            return self._part(tokens, start, w, mask, spread), first
         total = None
-        for start in range(0, tokens.shape[1], self.length):
-            part = slice(start, start + self.length)
+        for i in range(0, tokens.shape[1], self.length):
+            part = slice(i, i + self.length)
             kept = None if mask is None else mask[:, part]
-            sums = self._part(tokens[:, part], first, w, kept, spread)
-            total = sums if total is None else merged(total, sums)
-            if self.length < tokens.shape[1]:
-                total = total.copied()
+            sums = self._part(tokens[:, part], start, w, kept, spread)
+            total = (sums if total is None else merged(total, sums)).copied()
         assert total is not None
         return total, first
 
     def _part(
-        self, tokens: Tensor, first: Tensor, w: Tensor, mask: Tensor | None, spread: bool
+        self, tokens: Tensor, start: Tensor, w: Tensor, mask: Tensor | None, spread: bool
     ) -> Sums:
         count, length, dimension = tokens.shape
-        heads = self.UT.shape[1]
-        x = WORKSPACE.take("tokens", tokens, count, length, dimension + 1)
-        e = WORKSPACE.take("weights", tokens, count, length, heads)
-        sums = WORKSPACE.take("A", tokens, count, dimension + 1, heads)
-        x[..., dimension] = 1.0  # this coordinate of the sums over x is Z
-        torch.sub(tokens, first[:, None], out=x[..., :dimension])
-        A = _weigh(x, w, mask, e, sums, None)
+        own = self._buffers.get((count, length))
+        if own is None:
+            # Blocks of another size share the memory, so only one is set up at any time.
+            self._buffers = {}
+            own = _Buffers(tokens, count, length, dimension, self.UT.shape[1])
+            self._buffers[count, length] = own
+        torch.sub(tokens, start, out=own.centred)
         top = None
-        smallest, largest = torch.aminmax(A[:, dimension])
-        if not (1 / _SAFE < smallest and largest < _SAFE):
-            top = e.new_empty(count, heads)
-            A = _weigh(x, w, mask, e, sums, top)
-        Z, A = A[:, dimension], A[:, :dimension]
+        # Another device would have to be waited for before its numbers can be looked at.
+        look = tokens.device.type == "cpu"
+        if look:
+            _weigh(own, w, mask, None)
+        if not (look and _moderate(own.Z)):
+            top = own.e.new_empty(count, own.e.shape[2])
+            _weigh(own, w, mask, top)
         if not spread:
-            return Sums(top, Z, A, None, None)
-        p = _project(x, self.UT, WORKSPACE.take("projections", e, *e.shape)).mul_(e)
-        R = torch.bmm(x.mT, p, out=WORKSPACE.take("R", e, *sums.shape))
-        s, R = R[:, dimension] / (Z if top is None else Z.clamp_min(1.0)), R[:, :dimension]
-        return Sums(top, Z, A, s, R.addcmul_(A, s[:, None], value=-1.0))
+            return Sums(top, own.Z, own.A, None, None)
+        torch.mm(own.rows, self.UT, out=own.p_rows)
+        torch.bmm(own.xT, own.p.mul_(own.e), out=own.R_and_s)
+        own.s.div_(own.Z if top is None else own.Z.clamp_min(1.0))
+        return Sums(top, own.Z, own.A, own.s, own.R.addcmul_(own.A, own.s_between, value=-1.0))
 
 
 class Directions:
@@ -161,22 +186,20 @@ def merged(first: Sums, second: Sums) -> Sums:
     return Sums(top, Z, A, s, joined(first.R, second.R).add_(between))
 
 
-def _weigh(
-    x: Tensor, w: Tensor, mask: Tensor | None, e: Tensor, A: Tensor, top: Tensor | None
-) -> Tensor:
-    """Fill e with 2^(l - top), and top with the largest l where it is asked for; return x^T e."""
-    _project(x, w, e)
+def _weigh(own: _Buffers, w: Tensor, mask: Tensor | None, top: Tensor | None) -> None:
+    """Fill e with 2^(l - top), A and Z with its sums, and top with the largest l if asked for."""
+    if w.ndim == 3:
+        torch.bmm(own.centred, w, out=own.e)
+    else:
+        torch.mm(own.rows, w, out=own.e_rows)
     if mask is not None:
-        e.masked_fill_(~mask[..., None], -torch.inf)
+        own.e.masked_fill_(~mask[..., None], -torch.inf)
     if top is not None:
-        torch.amax(e, dim=1, out=top)
-        e.sub_(top.clamp_min_(torch.finfo(e.dtype).min)[:, None])
-    return torch.bmm(x.mT, e.exp2_(), out=A)
+        torch.amax(own.e, dim=1, out=top)
+        own.e.sub_(top.clamp_min_(torch.finfo(own.e.dtype).min)[:, None])
+    torch.bmm(own.xT, own.e.exp2_(), out=own.A_and_Z)
 
 
-def _project(x: Tensor, directions: Tensor, out: Tensor) -> Tensor:
-    """Inner products of the tokens (without their last coordinate) with (d, m) or (b, d, m)."""
-    if directions.ndim == 3:
-        return torch.bmm(x[..., :-1], directions, out=out)
-    torch.mm(x.view(-1, x.shape[-1])[:, :-1], directions, out=out.view(-1, out.shape[-1]))
-    return out
+def _moderate(Z: Tensor) -> bool:
+    smallest, largest = torch.aminmax(Z)
+    return 1 / _SAFE < float(smallest) and float(largest) < _SAFE

@@ -9,6 +9,7 @@ from torch import Tensor
 from attention_dynamics.models import _pass
 from attention_dynamics.models._pass import HeadFeatures, Inputs
 from attention_dynamics.models.activations import Activation
+from attention_dynamics.models.engines.base import plainly
 from attention_dynamics.models.engines.triton_launch import Stack, features, pull, refusal, step
 from attention_dynamics.models.parameters import Parameters
 
@@ -25,7 +26,7 @@ class Triton:
         """Name what is missing: Triton, a GPU, a dtype the kernels know, or registers."""
         return refusal(inputs.tokens)
 
-    @torch.no_grad()
+    @plainly
     def features(
         self, inputs: Inputs, U: Tensor, W: Tensor, scale: float, *, chunk: int | None = None
     ) -> HeadFeatures:
@@ -33,14 +34,14 @@ class Triton:
         s, a, r = features(_single(inputs), U[None], W[None], scale, sums=True)
         return HeadFeatures(s[0], a[0].mT, r[0].mT)
 
-    @torch.no_grad()
+    @plainly
     def scores(
         self, inputs: Inputs, U: Tensor, W: Tensor, scale: float, *, chunk: int | None = None
     ) -> Float[Tensor, "n m"]:
         """Only s: half the work of the features."""
         return features(_single(inputs), U[None], W[None], scale, sums=False)[0][0]
 
-    @torch.no_grad()
+    @plainly
     def slopes(
         self,
         inputs: Inputs,
@@ -62,7 +63,7 @@ class Triton:
         s, slope = (torch.cat(column) for column in zip(*parts, strict=True))
         return s, slope
 
-    @torch.no_grad()
+    @plainly
     def step(
         self,
         inputs: Inputs,
@@ -78,7 +79,7 @@ class Triton:
         f, gradients = step(_single(inputs), stacked, sigma, scale, targets[None])
         return f[0], gradients.map(lambda block: block[0])
 
-    @torch.no_grad()
+    @plainly
     def vjp(
         self,
         inputs: Inputs,

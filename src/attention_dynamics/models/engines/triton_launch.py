@@ -61,11 +61,10 @@ def refusal(tokens: Tensor) -> str | None:
         return f"d = {tokens.shape[-1]} is more than the {MAX_DIMENSION} that registers hold"
     if tokens.device.type not in ("cuda", "cpu"):
         return f"the tokens are on {tokens.device}"
-    try:
-        interpreting = _interpreting()
-    except ImportError as error:
-        return f"Triton can't be imported: {error}"
-    if tokens.device.type == "cpu" and not interpreting:
+    missing = _missing()
+    if missing is not None:
+        return missing
+    if tokens.device.type == "cpu" and not _interpreting():
         return "the tokens are on the CPU, and Triton interprets only with TRITON_INTERPRET=1"
     return None
 
@@ -248,6 +247,16 @@ def _kernels() -> ModuleType:
     from attention_dynamics.models.engines import triton_kernel
 
     return triton_kernel
+
+
+@cache
+def _missing() -> str | None:
+    """Why there is no Triton, asked once: a failed import searches every folder again."""
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return f"Triton can't be imported: {error}"
+    return None
 
 
 def _interpreting() -> bool:

@@ -16,18 +16,22 @@ class Workspace(threading.local):
     """Named buffers of one thread, kept from block to block and from call to call."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._kept: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def take(self, name: str, like: Tensor, *shape: int) -> Tensor:
         """Return uninitialised memory of that shape, in the dtype and on the device of ``like``.
 
-        The next call with the same name returns the same memory.
+        On a CPU the next call with the same name returns the same memory.
         """
+        if like.device.type != "cpu":
+            # An accelerator's allocator keeps memory itself, and knows which stream still uses it.
+            return like.new_empty(shape)
         size = math.prod(shape)
-        key = name, like.dtype, like.device
+        key = name, like.dtype
         buffer = self._kept.get(key)
         if buffer is None or buffer.numel() < size:
-            buffer = torch.empty(size, dtype=like.dtype, device=like.device)
+            with torch.inference_mode(False):  # what is made in it can't be written to outside
+                buffer = torch.empty(size, dtype=like.dtype, device="cpu")
             if size <= _KEPT:
                 self._kept[key] = buffer
         return buffer[:size].view(shape)
