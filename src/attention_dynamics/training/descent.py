@@ -236,7 +236,7 @@ def _batches(training: Objective, config: DescentConfig) -> Iterator[Objective]:
     samples, device, size = training.targets.shape[0], training.targets.device, config.batch_size
     together = max(1, min(config.steps, 64, 2**18 // (size * training.tokens[0].numel())))
     while True:
-        index = torch.randint(samples, (together * size,), generator=stream)
+        index = torch.randint(samples, (together * size,), generator=stream, device="cpu")
         drawn = training.rows(index.to(device))
         for start in range(0, together * size, size):
             yield drawn.rows(slice(start, start + size))

@@ -11,7 +11,7 @@ from attention_dynamics.models._network import head_sum, twin_heads
 from attention_dynamics.models._pass import Inputs, prepare
 from attention_dynamics.models.activations import Activation
 from attention_dynamics.models.engines import selection
-from attention_dynamics.models.engines.base import Engine
+from attention_dynamics.models.engines.base import Engine, plainly
 from attention_dynamics.models.parameters import Parameters
 from attention_dynamics.models.shallow import ShallowTransformer
 from attention_dynamics.validation import (
@@ -78,6 +78,8 @@ class Objective:
         )
         require_floating(f"{prefix}targets", targets, model.U.dtype)
         require_finite(f"{prefix}targets", targets)
+        # Half precision that fits the model's dtype is computed in it; derivatives are not taken.
+        tokens, targets = tokens.detach(), targets.detach().to(model.U.dtype)
         inputs = prepare(tokens, model.query, mask, dimension=model.dimension, validate=False)
         tokens, query, mask = inputs
         inputs = Inputs(
@@ -96,6 +98,7 @@ class Objective:
         """The mask, True = keep, or None."""
         return self.inputs.mask
 
+    @plainly
     def loss(self, parameters: Parameters) -> Float[Tensor, ""]:
         r""":math:`L_n(\phi)`, 0-d."""
         c, U, W = parameters
@@ -103,6 +106,7 @@ class Objective:
         values = head_sum(c, self.activation.value(s), twin_heads(parameters))
         return (values - self.targets).square().mean()
 
+    @plainly
     def loss_and_gradients(self, parameters: Parameters) -> tuple[Float[Tensor, ""], Parameters]:
         r""":math:`L_n(\phi)` and :math:`\nabla L_n(\phi)` by the closed form."""
         values, gradients = self.engine.step(

@@ -60,8 +60,10 @@ class Update:
         self._norms = like.new_zeros((slots, 3), dtype=torch.float64).unbind(0)
         self._shift, self._exact_centre = torch.empty_like(self._sum), like.double()
         # The entry of (3, m) that belongs to each number of a row.
-        sizes = torch.tensor([view.shape[1] for view in self._delta_views])
-        entries = torch.arange(3 * heads).repeat_interleave(sizes.repeat_interleave(heads))
+        sizes = torch.tensor([view.shape[1] for view in self._delta_views], device="cpu")
+        entries = torch.arange(3 * heads, device="cpu").repeat_interleave(
+            sizes.repeat_interleave(heads)
+        )
         self._entries = entries.to(like.device)
 
     def step(self, source: int, target: int, gradients: Parameters) -> None:
@@ -125,10 +127,10 @@ class FusedUpdate(Update):
 
     def _prepare(self, slots: int) -> None:
         # Tensors for memory, numbers for the calls: an address costs more to ask for than to pass.
-        self._reports = torch.zeros((slots, 9), dtype=torch.float64)
+        self._reports = torch.zeros((slots, 9), dtype=torch.float64, device="cpu")
         self._table = self._reports.numpy()
-        self._radii = torch.tensor(self._balls, dtype=torch.float64)
-        self._widths = torch.tensor([math.prod(shape[1:]) for shape in self._shapes])
+        self._radii = torch.tensor(self._balls, dtype=torch.float64, device="cpu")
+        self._widths = torch.tensor([math.prod(shape[1:]) for shape in self._shapes], device="cpu")
         self._at = [row.data_ptr() for row in self._rows]
         self._report_at = [row.data_ptr() for row in self._reports.unbind(0)]
         self._centre_at, self._sum_at = self._centre.data_ptr(), self._sum.data_ptr()

@@ -360,3 +360,22 @@ def test_a_step_costs_few_calls(update, most_calls, most_operators):
     per_step = np.subtract(cost(60, update), cost(20, update)) / 40
     assert 0 < per_step[0] <= most_calls
     assert 0 < per_step[1] <= most_operators
+
+
+@pytest.mark.parametrize("engine", ["auto", "eager", "reference"])
+def test_a_descent_runs_in_the_dtype_of_its_model_wherever_it_is_called(engine):
+    tokens, y = (t.float() for t in data())
+    y = y.bfloat16()
+    config = DescentConfig(steps=4, step_size=0.5, batch_size=3)
+
+    def run(x, y):
+        model = model_of(torch.float32)
+        return projected_gradient_descent(model, x, y, config, engine=engine)
+
+    expected = run(tokens, y.float())
+    equal(run(tokens, y), expected)
+    equal(run(tokens.clone().requires_grad_(), y), expected)
+    with torch.device("meta"):  # whatever the default device of new tensors is
+        equal(run(tokens, y), expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        equal(run(tokens, y), expected)
