@@ -29,7 +29,7 @@ from attention_dynamics.training.descent import (
 from attention_dynamics.training.objective import Objective
 from attention_dynamics.training.projection import Radii
 from attention_dynamics.training.stacked_state import StackedState
-from attention_dynamics.validation import require_shape
+from attention_dynamics.validation import require_floating, require_shape
 
 
 class StackedParameters(NamedTuple):
@@ -104,19 +104,17 @@ def stacked_loss_and_gradients(
     queries = [query] * count if isinstance(query, str | Tensor) else list(query)
     scales = [scale] * count if isinstance(scale, int | float) else list(scale)
     inputs = [
-        prepare(
-            tokens if tokens.ndim == 3 else tokens[s],
-            queries[s],
-            mask if mask is None or mask.ndim == 2 else mask[s],
-            dimension=stacked.parameters.dimension,
-        )
+        prepare(_own(tokens, 3, s), queries[s], None if mask is None else _own(mask, 2, s),
+                dimension=stacked.parameters.dimension)
         for s in range(count)
-    ]
+    ]  # fmt: skip
     problems = _Problems(
         inputs, targets.to(inputs[0].tokens.dtype), get_activation(activation), scales,
-        stacked.heads, tokens.ndim == 3, engine,
+        stacked.heads, _shared(tokens, mask), engine,
     )  # fmt: skip
-    losses, gradients = problems.loss_and_gradients(stacked.parameters)
+    require_floating("stacked", stacked.parameters.U, problems.targets.dtype)
+    phi = stacked.parameters.to(dtype=problems.targets.dtype)
+    losses, gradients = problems.loss_and_gradients(phi)
     return losses, StackedParameters(gradients, stacked.heads)
 
 
@@ -157,11 +155,8 @@ def stacked_projected_gradient_descent(
     if len(radii) != count:
         raise ValueError(f"radii: expected one for each of {count} models, got {len(radii)}")
 
-    def own(data: Tensor, axes: int, s: int) -> Tensor:
-        return data if data.ndim == axes else data[s]
-
     data = [
-        (own(tokens, 3, s), own(targets, 1, s), None if mask is None else own(mask, 2, s))
+        (_own(tokens, 3, s), _own(targets, 1, s), None if mask is None else _own(mask, 2, s))
         for s in range(count)
     ]
     if together is None:
@@ -180,8 +175,8 @@ def stacked_projected_gradient_descent(
     problems = _Problems(
         [objective.inputs for objective in objectives],
         torch.stack([objective.targets for objective in objectives]),
-        models[0].activation, [model.scale for model in models], start.heads, tokens.ndim == 3,
-        engine,
+        models[0].activation, [model.scale for model in models], start.heads,
+        _shared(tokens, mask), engine,
     )  # fmt: skip
     state = StackedState(start.parameters, start.heads, radii, config)
     for k in range(config.steps + 1):
@@ -278,6 +273,14 @@ class _Problems:
         return norm, self.targets.new_tensor(self.scales)[:, None, None, None]
 
 
+def _own(data: Tensor, axes: int, s: int) -> Tensor:
+    return data if data.ndim == axes else data[s]
+
+
+def _shared(tokens: Tensor, mask: Tensor | None) -> bool:
+    return tokens.ndim == 3 and (mask is None or mask.ndim == 2)  # own masks hide other tokens
+
+
 def _width(heads: Sequence[int]) -> int:
     """M: the largest m, or one more where an even m could not lie in two halves otherwise."""
     widest = max(heads)
@@ -289,7 +292,7 @@ def _rows(heads: Sequence[int]) -> list[Tensor]:
     half = _width(heads) // 2
     rows = []
     for m in heads:
-        row = torch.arange(m)
+        row = torch.arange(m, device="cpu")
         if m % 2 == 0:
             row[m // 2 :] += half - m // 2
         rows.append(row)

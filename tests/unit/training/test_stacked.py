@@ -5,9 +5,11 @@ import pytest
 import torch
 
 from attention_dynamics.data.streams import generator
-from attention_dynamics.models import shallow
+from attention_dynamics.models import get_activation, shallow
+from attention_dynamics.models._pass import prepare
 from attention_dynamics.models.parameters import independent_initialisation
 from attention_dynamics.models.shallow import ShallowTransformer
+from attention_dynamics.training import stacked
 from attention_dynamics.training.descent import DescentConfig, projected_gradient_descent
 from attention_dynamics.training.projection import Radii
 from attention_dynamics.training.stacked import (
@@ -199,3 +201,27 @@ def test_averages_do_not_depend_on_the_number_of_recorded_rows():
         assert len(fine.history) == 13
         assert list(coarse.history["step"]) == [0, 5, 10, 12]
         assert all(math.isnan(value) for value in coarse.history["validation_loss"])
+
+
+def test_models_that_share_tokens_may_each_have_a_mask():
+    members, tokens = parameters(4, 4), normal("x", 7, 5, 3)
+    mask, y = normal("mask", 2, 7, 5) > -0.5, normal("y", 2, 7)
+    mask[..., 2] = True
+    arguments = {"query": "last", "mask": mask}
+    losses, _ = stacked_loss_and_gradients(stack(members), tokens, y, **arguments)
+    for s, phi in enumerate(members):
+        one = shallow.loss(phi, tokens, y[s], query="last", mask=mask[s])
+        torch.testing.assert_close(losses[s], one, rtol=1e-12, atol=0)
+    # What one launch on a GPU would see.
+    seen = stacked._Problems(
+        [prepare(tokens, "last", own, dimension=3) for own in mask], y, get_activation("tanh"),
+        [1.0, 1.0], (4, 4), stacked._shared(tokens, mask), "auto",
+    )._data  # fmt: skip
+    assert torch.equal(seen.mask, mask)
+    assert torch.equal(seen.tokens[1], tokens.masked_fill(~mask[1][..., None], 0))
+
+
+def test_parameters_of_another_dtype_are_refused():
+    tokens, y = normal("x", 7, 5, 3).float(), normal("y", 2, 7).float()
+    with pytest.raises(TypeError, match="stacked: has dtype"):
+        stacked_loss_and_gradients(stack(parameters(4, 4)), tokens, y, query="last")
