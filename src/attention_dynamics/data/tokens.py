@@ -146,11 +146,13 @@ def rescale_tokens(
 def _uniform_on_sphere(
     shape: tuple[int, ...], dimension: int, generator: torch.Generator
 ) -> Tensor:
-    normal = torch.randn((*shape, dimension), generator=generator, dtype=torch.float64)
+    normal = torch.randn(
+        (*shape, dimension), generator=generator, dtype=torch.float64, device="cpu"
+    )
     return normal / torch.linalg.vector_norm(normal, dim=-1, keepdim=True)
 
 
 def _uniform_in_ball(shape: tuple[int, ...], dimension: int, generator: torch.Generator) -> Tensor:
     direction = _uniform_on_sphere(shape, dimension, generator)
-    uniform = torch.rand((*shape, 1), generator=generator, dtype=torch.float64)
+    uniform = torch.rand((*shape, 1), generator=generator, dtype=torch.float64, device="cpu")
     return direction * uniform ** (1.0 / dimension)

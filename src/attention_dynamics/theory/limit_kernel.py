@@ -151,13 +151,13 @@ class _Draws:
     def _normal(self, dimensions: int) -> Tensor:
         if not self.sobol:
             shape = (self.points, dimensions)
-            return torch.randn(shape, generator=self.generator, dtype=torch.float64)
+            return torch.randn(shape, generator=self.generator, dtype=torch.float64, device="cpu")
         if dimensions > torch.quasirandom.SobolEngine.MAXDIM:
             raise ValueError(
                 f"method: expected at most {torch.quasirandom.SobolEngine.MAXDIM} dimensions for "
                 f"Sobol points, got {dimensions}; use method='monte carlo'"
             )
-        seed = int(torch.randint(2**62, (), generator=self.generator))
+        seed = int(torch.randint(2**62, (), generator=self.generator, device="cpu"))
         sequence = torch.quasirandom.SobolEngine(dimensions, scramble=True, seed=seed)
         # Points are multiples of 2^-30 in [0, 1): the middle of their cells has finite quantiles.
         uniform = sequence.draw(self.points, dtype=torch.float64) + 2.0**-31

@@ -106,7 +106,9 @@ def random_perturbation(
     require_cpu_generator(generator)
     limits = _limits(radii, initial.heads)
     noise = initial.map(
-        lambda block: torch.randn(block.shape, generator=generator, dtype=torch.float64)
+        lambda block: torch.randn(
+            block.shape, generator=generator, dtype=torch.float64, device="cpu"
+        )
     )
     c, U, W = (
         limit * block / norms.reshape(-1, *(1,) * (block.ndim - 1))
@@ -195,7 +197,9 @@ def _climbed(
     device = ascent.row.device
     draws = [
         [
-            torch.randn((starts, *shape), generator=generator, dtype=torch.float64).to(device)
+            torch.randn(
+                (starts, *shape), generator=generator, dtype=torch.float64, device="cpu"
+            ).to(device)
             for shape in ((heads,), (heads, d), (heads, d))
         ]
         for _ in range(2)

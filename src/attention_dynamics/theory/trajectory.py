@@ -276,7 +276,7 @@ def _batches(training: Objective, config: DescentConfig) -> Iterator[Objective]:
     stream = named_generator(config.seed, "projected gradient descent", "batches")
     samples, size = training.targets.shape[0], config.batch_size
     while True:
-        index = torch.randint(samples, (size,), generator=stream)  # type: ignore[arg-type]
+        index = torch.randint(samples, (size,), generator=stream, device="cpu")  # type: ignore[arg-type]
         yield training.rows(index.to(training.targets.device))
 
 

@@ -176,7 +176,7 @@ def random_multi_anchor(
     anchors = unit_ball_tokens(
         anchors_count, length, dimension, generator=generator, law=law, dtype=dtype, device=device
     )
-    normal = torch.randn(anchors_count, generator=generator, dtype=torch.float64)
+    normal = torch.randn(anchors_count, generator=generator, dtype=torch.float64, device="cpu")
     coefficients = (normal / normal.abs().sum()).to(dtype=dtype, device=device)
     if isinstance(query, Tensor):
         query = query.to(dtype=dtype, device=device)
