@@ -8,7 +8,7 @@ sample and logits in units of log 2, as in ``pooling``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -50,10 +50,9 @@ def accumulate(
     fixed = inputs.query.ndim == 1
     pooled = _Pooled(inputs, U, W, scale)
     in_c, in_U = torch.zeros_like(c), torch.zeros_like(U)
-    in_W = torch.zeros_like(U) if fixed else U.new_zeros(dimension, dimension * heads)
+    in_both, in_W = torch.cat((U, U)).zero_(), U.new_zeros(dimension, dimension * heads)
     for block in _blocks(inputs, size):
         x, first, p, e, Z, s = pooled.of(block)
-        query = inputs.query if fixed else inputs.query[block]
         sigmas, slopes = sigma.value_and_first(torch.addmm(s, U, first))
         g = cotangent(sigmas.mT, block)
         weight = torch.outer(scaled_c, g).mul_(slopes)
@@ -61,13 +60,14 @@ def accumulate(
         in_U += weight @ first.mT
         e *= weight.div_(Z)
         p.sub_(s).mul_(e)
-        in_U += torch.bmm(e, x.mT).sum(dim=0)
-        if fixed:
-            in_W += torch.bmm(p, x.mT).sum(dim=0)
+        if fixed:  # p and e are the rows of one array
+            in_both += torch.bmm(pooled.both, x.mT).sum(dim=0)
         else:  # the longer side of the product in its columns: several times faster
-            in_W.addmm_(query.mT, _moments(x, p).mT)
+            in_U += torch.bmm(e, x.mT).sum(dim=0)
+            in_W.addmm_(inputs.query[block].mT, _moments(x, p).mT)
     if fixed:
-        in_W = in_W[:, :, None] * (scale * inputs.query)
+        in_U += in_both[heads:]
+        in_W = in_both[:heads, :, None] * (scale * inputs.query)
     else:
         in_W = in_W.view(dimension, dimension, heads).permute(2, 1, 0) * scale
     return Parameters(in_c * heads**-0.5, in_U, in_W.contiguous())
@@ -95,6 +95,7 @@ class _Pooled:
         # Rows of the products with the tokens: U, and for a fixed query the logits' directions.
         self.rows = torch.cat((U, (W @ inputs.query) * unit)) if self.fixed else U
         self.flat = None if self.fixed else _coordinates_first(W) * unit
+        self.both: Tensor  # p and, for a fixed query, e of the block at hand
 
     def of(self, block: slice) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return x (T, d, b), x_0 (d, b), p and e (T, m, b), Z and s - U x_0 (m, b)."""
@@ -105,10 +106,10 @@ class _Pooled:
         first = x[0].clone()
         x -= first
         rows = self.rows
-        out = take("projected", tokens, length, len(rows), count)
-        projected = torch.bmm(rows.expand(length, *rows.shape), x, out=out)
-        p = projected[:, : self.heads]
-        e = projected[:, self.heads :] if self.flat is None else _logits(x, self.flat, query)
+        both = self.both = take("projected", tokens, length, len(rows), count)
+        torch.bmm(rows.expand(length, *rows.shape), x, out=both)
+        p = both[:, : self.heads]
+        e = both[:, self.heads :] if self.flat is None else _logits(x, self.flat, query)
         Z = _weigh(e, mask)
         s = torch.mul(p, e, out=take("products", tokens, *e.shape)).sum(dim=0).div_(Z)
         return x, first, p, e, Z, s
@@ -123,19 +124,21 @@ def _logits(x: Tensor, flat: Tensor, query: Tensor) -> Tensor:
     """Sum over coordinates of x (T, d, b) times w = W q (d, m, b): (T, m, b)."""
     length, dimension, count = x.shape
     w = torch.mm(flat, query.mT, out=take("w", x, len(flat), count)).view(dimension, -1, count)
-    logits = torch.mul(x[:, 0, None], w[0], out=take("logits", x, length, w.shape[1], count))
-    for k in range(1, dimension):
-        logits.addcmul_(x[:, k, None], w[k])
-    return logits
+    logits = take("logits", x, length, w.shape[1], count)
+    return _sum_of_products(x[:, :, None].unbind(1), w.unbind(0), logits)
 
 
 def _moments(x: Tensor, weights: Tensor) -> Tensor:
     """Sum over tokens of x (T, d, b) times weights (T, m, b): rows (coordinate, head), (d m, b)."""
     out = take("moments", x, x.shape[1], *weights.shape[1:])
-    moments = torch.mul(x[0][:, None], weights[0], out=out)
-    for t in range(1, x.shape[0]):
-        moments.addcmul_(x[t][:, None], weights[t])
-    return moments.flatten(0, 1)
+    return _sum_of_products(x[:, :, None].unbind(0), weights.unbind(0), out).flatten(0, 1)
+
+
+def _sum_of_products(left: Sequence[Tensor], right: Sequence[Tensor], out: Tensor) -> Tensor:
+    torch.mul(left[0], right[0], out=out)
+    for one, two in zip(left[1:], right[1:], strict=True):
+        out.addcmul_(one, two)
+    return out
 
 
 def _weigh(logits: Tensor, mask: Tensor | None) -> Tensor:

@@ -142,14 +142,19 @@ class Directions:
         self.shape = W.shape[1], W.shape[0]
         self.fixed = (W @ (scale * query)).mT.contiguous() if query.ndim == 1 else None
         self.flat = W.permute(2, 1, 0).mul(scale).flatten(1) if query.ndim == 2 else None
+        self.rows = query.new_empty(0, 0)
+        self.out = self.rows
 
     def of(self, query: Tensor) -> Tensor:
         """The directions of a block with these queries, (d,) or (b, d)."""
         if self.fixed is not None:
             return self.fixed
         assert self.flat is not None
-        out = WORKSPACE.take(self.name, query, query.shape[0], self.flat.shape[1])
-        return torch.mm(query, self.flat, out=out).view(-1, *self.shape)
+        if self.rows.shape[0] != query.shape[0]:
+            self.rows = WORKSPACE.take(self.name, query, query.shape[0], self.flat.shape[1])
+            self.out = self.rows.view(-1, *self.shape)
+        torch.mm(query, self.flat, out=self.rows)
+        return self.out
 
 
 def merged(first: Sums, second: Sums) -> Sums:
