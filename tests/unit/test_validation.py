@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention_dynamics import validation
 
@@ -102,3 +103,35 @@ def test_only_cpu_generators_are_taken():
     validation.require_cpu_generator(torch.Generator())
     with pytest.raises(TypeError, match=r"generator: expected a torch.Generator, got NoneType"):
         validation.require_cpu_generator(None)
+
+
+class _Sizes(TorchDispatchMode):
+    """Numbers in each tensor that an operator returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        shared = {tensor.untyped_storage().data_ptr() for tensor in args if torch.is_tensor(tensor)}
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if torch.is_tensor(tensor) and tensor.untyped_storage().data_ptr() not in shared:
+                self.seen.append(tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_looking_for_what_is_not_finite_takes_no_memory(dtype):
+    value = torch.full((30, 20), torch.finfo(dtype).max, dtype=dtype)
+    value[0] *= -1
+    with _Sizes() as sizes:
+        validation.require_finite("x", value)
+        validation.require_finite("x", value[:0])
+    assert max(sizes.seen) == 1
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        value[3, 4] = bad
+        with pytest.raises(ValueError, match=r"at index \(3, 4\)"):
+            validation.require_finite("x", value)
+        with pytest.raises(ValueError, match=r"at index \(4, 3\)"):
+            validation.require_finite("x", value.mT)
