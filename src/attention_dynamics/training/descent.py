@@ -17,7 +17,7 @@ from attention_dynamics.models.parameters import Parameters
 from attention_dynamics.models.shallow import ShallowTransformer
 from attention_dynamics.training.objective import Objective
 from attention_dynamics.training.projection import ProjectionSet, Radii, require_radii
-from attention_dynamics.training.tracking import Evaluation, History, Monitor, Trajectory
+from attention_dynamics.training.tracking import Evaluation, History, KeptIterates, Monitor
 from attention_dynamics.training.update import update_for
 from attention_dynamics.validation import require_integer, require_number
 
@@ -165,12 +165,12 @@ def projected_gradient_descent(
 
     window, limits = _window(initial), ProjectionSet(initial, radii).limits()
     update = update_for(initial, limits, config.eta, window + 2)
-    trajectory = Trajectory(update, window)
+    kept = KeptIterates(update, window)
     history = History(update, config.steps // config.record_every + 2)
     monitor = Monitor(config, history, update.iterates)
     every_step = batches is None and held is None  # the monitored loss comes with the gradient
     for k in _steps(config, progress):
-        slot, phi = trajectory.slot, trajectory.phi
+        slot, phi = kept.slot, kept.phi
         objective = training if batches is None else next(batches)
         step_loss, gradients = objective.loss_and_gradients(phi)
         loss = held_loss = None
@@ -188,20 +188,20 @@ def projected_gradient_descent(
             end = monitor.look()
             if end is not None or k == config.steps:
                 break
-            trajectory.settle(monitor.best_slot)
-        trajectory.advance(gradients)
+            kept.settle(monitor.best_slot)
+        kept.advance(gradients)
 
-    trajectory.settle(monitor.best_slot, end=slot if end is None else end.slot)
-    final = trajectory.phi.clone()
+    kept.settle(monitor.best_slot, end=slot if end is None else end.slot)
+    final = kept.phi.clone()
     model.load(final)
     return DescentResult(
         initial=initial,
         final=final,
-        averaged=trajectory.mean(),
+        averaged=kept.mean(),
         best=update.iterates[monitor.best_slot].clone(),
         best_step=monitor.best.step,
         best_loss=monitor.best.loss,
-        steps_taken=trajectory.steps_taken,
+        steps_taken=kept.steps_taken,
         stopped_early=end is not None,
         step_size=config.eta,
         history=history.frame(),

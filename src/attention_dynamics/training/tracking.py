@@ -47,7 +47,7 @@ class BestIterate:
         return self._patience is not None and self._latest - self._reference_step >= self._patience
 
 
-class Trajectory:
+class KeptIterates:
     r""":math:`\phi_0, \phi_1, \dots` in few slots: the iterates since the last look, and the best.
 
     ``update`` has ``window`` + 2 slots: for the iterates not looked at yet, the last one before
