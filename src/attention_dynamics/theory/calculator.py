@@ -272,6 +272,14 @@ class BoundCalculator:
             )
         if evidence is None:
             return
+        if isinstance(evidence, Start) and evidence.norms is not None:
+            for block in ("c", "U", "W"):
+                size, nu = getattr(evidence.norms, block), getattr(setting.transport_norms, block)
+                if size > nu * (1 + 1e-5):
+                    raise ValueError(
+                        f"evidence: expected a transport map within transport_norms.{block} = "
+                        f"{nu:g}, got one of size {size:.6g}; take sup_norm_bounds() of the map"
+                    )
         found: dict[str, Any] = {
             "heads": evidence.initial.heads,
             "dimension": evidence.initial.dimension,

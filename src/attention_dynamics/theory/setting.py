@@ -89,7 +89,9 @@ class Start:
     ``initial`` is :math:`\phi_0`; ``approximation_error`` is
     :math:`\mathrm{rms}(\langle\nabla f(X_j; \phi_0), v/\sqrt m\rangle - y_j)`, noise included;
     ``distance`` is :math:`\|\phi^\star - \phi_0\| = (\frac1m\sum_i \|v(c_i, U_i, W_i)\|^2)^{1/2}`.
-    What is None is bounded instead. :meth:`measure` takes both from a transport map and data.
+    ``norms`` are the largest norms of v at these heads, block by block, which may not exceed those
+    of the setting. What is None is bounded, and norms are believed, instead. :meth:`measure` takes
+    the three from a transport map and data.
 
     Raises ValueError for parameters that are not finite, heads that are not those of the symmetric
     initialisation (the theorem needs :math:`f(\phi_0) = 0` and :math:`c_i = \pm1`), or a negative
@@ -99,6 +101,7 @@ class Start:
     initial: Parameters
     approximation_error: float | None = None
     distance: float | None = None
+    norms: TransportNorms | None = None
 
     def __post_init__(self) -> None:
         self.initial.require_valid("initial")
@@ -133,7 +136,8 @@ class Start:
         error = approximation_error(targets, transport, initial, tokens)
         direction = transport(initial)
         squared = float(direction.inner(direction)) / initial.heads
-        return cls(initial, error.rms, squared**0.5)
+        largest = (float(sizes.max()) for sizes in direction.block_norms())
+        return cls(initial, error.rms, squared**0.5, TransportNorms(*largest))
 
 
 @dataclass(frozen=True)

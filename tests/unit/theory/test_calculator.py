@@ -393,6 +393,19 @@ def test_a_start_that_the_theorem_does_not_speak_of_is_refused():
     Start(paired)
 
 
+def test_a_transport_map_larger_than_the_setting_says_is_refused():
+    # s_1 = 2/sqrt(pi) for erf_plain: v_u is longer than the nu_u that the anchors were given.
+    setting, start, *_ = run_of(activation="erf_plain")
+    posterior = replace(FAST, mode="posterior")
+    posterior.bound(setting, start)
+    for block in ("c", "U", "W"):
+        size = getattr(start.norms, block)
+        assert 0 < size <= getattr(setting.transport_norms, block) * (1 + 1e-6)
+        small = replace(setting.transport_norms, **{block: 0.99 * size})
+        with pytest.raises(ValueError, match=rf"map within transport_norms\.{block} = .* got one"):
+            posterior.bound(replace(setting, transport_norms=small), start)
+
+
 def test_the_probability_that_nothing_is_projected_is_never_negative():
     certain = replace(SETTING, delta=0.6, delta_prime=0.6)
     assert FAST.no_projection(certain).probability == 0.0
