@@ -2,8 +2,8 @@ r"""Sums over the tokens of a block of samples, heads innermost, in buffers that
 
 Tokens are taken relative to the first of their sample, :math:`x'_t = x_t - x_0`: the softmax does
 not see the difference, and a common offset, however large, costs no accuracy. Logits are in units
-of log 2, because ``exp2`` is the faster function. Only logits outside of what ``exp2`` can hold pay
-for a maximum. A sequence too long for the buffers is summed in blocks of tokens, which
+of log 2, because ``exp2`` is the faster function. On a CPU only logits outside of what ``exp2`` can hold
+pay for a maximum. A sequence too long for the buffers is summed in blocks of tokens, which
 :func:`merged` joins.
 """
 
@@ -122,10 +122,10 @@ class Pooling:
         # Another device would have to be waited for before its numbers can be looked at.
         look = tokens.device.type == "cpu"
         if look:
-            _weigh(own, w, mask, None)
+            _weigh(own, w, mask, own.e, None)
         if not (look and _moderate(own.Z)):
             top = own.e.new_empty(count, own.e.shape[2])
-            _weigh(own, w, mask, top)
+            _weigh(own, w, mask, own.e, top)
         if not spread:
             return Sums(top, own.Z, own.A, None, None)
         torch.mm(own.rows, self.UT, out=own.p_rows)
@@ -191,18 +191,18 @@ def merged(first: Sums, second: Sums) -> Sums:
     return Sums(top, Z, A, s, joined(first.R, second.R).add_(between))
 
 
-def _weigh(own: _Buffers, w: Tensor, mask: Tensor | None, top: Tensor | None) -> None:
+def _weigh(own: _Buffers, w: Tensor, mask: Tensor | None, e: Tensor, top: Tensor | None) -> None:
     """Fill e with 2^(l - top), A and Z with its sums, and top with the largest l if asked for."""
     if w.ndim == 3:
-        torch.bmm(own.centred, w, out=own.e)
+        torch.bmm(own.centred, w, out=e)
     else:
         torch.mm(own.rows, w, out=own.e_rows)
     if mask is not None:
-        own.e.masked_fill_(~mask[..., None], -torch.inf)
+        e.masked_fill_(~mask[..., None], -torch.inf)
     if top is not None:
-        torch.amax(own.e, dim=1, out=top)
-        own.e.sub_(top.clamp_min_(torch.finfo(own.e.dtype).min)[:, None])
-    torch.bmm(own.xT, own.e.exp2_(), out=own.A_and_Z)
+        torch.amax(e, dim=1, out=top)
+        e.sub_(top.clamp_min_(torch.finfo(e.dtype).min)[:, None])
+    torch.bmm(own.xT, e.exp2_(), out=own.A_and_Z)
 
 
 def _moderate(Z: Tensor) -> bool:
