@@ -9,8 +9,8 @@ For :math:`s = U \cdot a` with Gaussian U and :math:`\beta = \mathbb E\,\dot\sig
     \mathbb E\,\dot\sigma\dot\sigma' = \beta\beta'
         + \mathbb E\,(\dot\sigma - \beta)(\dot\sigma' - \beta'),
 
-and sampling U costs only the error of the last terms, of order :math:`\|a\|^6` and
-:math:`\|a\|^4`.
+and sampling U costs only the error of the last terms, for odd :math:`\sigma` of order
+:math:`\|a\|^6` and :math:`\|a\|^4`.
 """
 
 from __future__ import annotations

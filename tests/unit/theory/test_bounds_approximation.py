@@ -4,6 +4,7 @@ import inspect
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -88,6 +89,28 @@ def test_the_second_moment_has_no_dimension_and_is_below_that_of_g():
         assert head_second_moment(NORMS, inputs=UNIT_BALL) < with_d
     rescaled = head_second_moment(TransportNorms(0, 0, 1.5), inputs=InputBounds(2.0, 0.5))
     assert rescaled == pytest.approx((1.5 * 4 * 0.5) ** 2)
+
+
+@pytest.mark.parametrize("pairs", [4, 64, 4096])
+def test_the_radius_is_the_best_exponential_rate_over_a_grid(pairs):
+    # r(t) from its definition alone: h by expm1, E by Simpson's rule, the infimum over a grid.
+    delta, n = 0.05, 1000
+    g = NORMS.c + max(NORMS.U * a + NORMS.W * (1 - a * a) for a in np.linspace(0, 1, 10001))
+    zeta = np.linspace(0, 30, 6001)
+    found = bernstein_approximation_bound(
+        NORMS, 2 * pairs, delta=delta, inputs=UNIT_BALL, samples=n
+    )
+    for value, t in ((found.rms, math.log(2 / delta)), (found.sup, math.log(2 * n / delta))):
+
+        def rate(x, t=t):
+            u = x * (2 * g + NORMS.W * zeta)
+            above = integrate.simpson((np.expm1(u) - u - u**2 / 2) * stats.norm.pdf(zeta), x=zeta)
+            below = math.expm1(2 * x * g) - 2 * x * g - (2 * x * g) ** 2 / 2
+            return (t / pairs + (x * g) ** 2 / 2 + above + below / 2) / x
+
+        optimum = min(map(rate, np.geomspace(0.02, 1, 200) * math.sqrt(2 * t / pairs) / g))
+        assert value == pytest.approx(optimum, rel=1e-3)
+        assert value <= optimum * (1 + 1e-9)
 
 
 def test_gaussian_heads_use_up_a_known_share_of_the_bound():
