@@ -126,7 +126,7 @@ class BoundCalculator:
         quantity = "L_n(averaged)"
         if self.descent == "ProjSGD" and self.mode != "certificate":
             quantity = "E[L_n(averaged) | phi_0]"
-        initial_loss = (self._target_size(setting) + setting.noise) ** 2
+        initial_loss = self._target_rms(setting, evidence) ** 2
         if isinstance(evidence, Trajectory):
             initial_loss = float(evidence.history["loss"].iloc[0])
         return ErrorBound(
@@ -206,7 +206,7 @@ class BoundCalculator:
             approximation=approximation,
             linearisation=at_target.linearisation_error + constants.remainder_error,
             averaging=2 * constants.linearisation_error,
-            size=constants.output + self._target_size(setting) + setting.noise,
+            size=constants.output + self._target_rms(setting, evidence),
         )
         return ingredients, events, self._labels(label, label if measured else "a priori")
 
@@ -249,13 +249,15 @@ class BoundCalculator:
         return cut.rms if self.error == "rms" else float(cut.sup or 0.0)
 
     @staticmethod
-    def _target_size(setting: Setting) -> float:
-        """Y: g(1), and E g(|U|) where that can be less, which needs E |U| < 1, hence d = 1."""
+    def _target_rms(setting: Setting, evidence: Evidence) -> float:
+        """rms(y), or Y + noise; Y is g(1), or E g(|U|) if less: E |U| < 1, hence d = 1."""
+        if isinstance(evidence, Start) and evidence.target_rms is not None:
+            return evidence.target_rms
         common: dict[str, Any] = {"inputs": setting.inputs, "activation": setting.activation}
         flat = math.sqrt(head_second_moment(setting.transport_norms, **common))
         if setting.dimension > 1:
-            return flat
-        return min(flat, target_bound(setting.transport_norms, 1, **common))
+            return flat + setting.noise
+        return min(flat, target_bound(setting.transport_norms, 1, **common)) + setting.noise
 
     @staticmethod
     def _labels(label: Label, approximation: Label) -> dict[str, Label]:

@@ -84,14 +84,15 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    r"""What can be measured before the first step: :math:`\phi_0` and, if known, two numbers.
+    r"""What can be measured before the first step: :math:`\phi_0` and, if known, what it fits.
 
     ``initial`` is :math:`\phi_0`; ``approximation_error`` is
     :math:`\mathrm{rms}(\langle\nabla f(X_j; \phi_0), v/\sqrt m\rangle - y_j)`, noise included;
     ``distance`` is :math:`\|\phi^\star - \phi_0\| = (\frac1m\sum_i \|v(c_i, U_i, W_i)\|^2)^{1/2}`.
     ``norms`` are the largest norms of v at these heads, block by block, which may not exceed those
-    of the setting. What is None is bounded, and norms are believed, instead. :meth:`measure` takes
-    the three from a transport map and data.
+    of the setting; ``target_rms`` is :math:`\mathrm{rms}(y)`. What is None is bounded, and norms
+    are believed, instead. :meth:`measure` takes the four from a transport map and data, and then
+    nothing is assumed of the targets.
 
     Raises ValueError for parameters that are not finite, heads that are not those of the symmetric
     initialisation (the theorem needs :math:`f(\phi_0) = 0` and :math:`c_i = \pm1`), or a negative
@@ -102,6 +103,7 @@ class Start:
     approximation_error: float | None = None
     distance: float | None = None
     norms: TransportNorms | None = None
+    target_rms: float | None = None
 
     def __post_init__(self) -> None:
         self.initial.require_valid("initial")
@@ -117,7 +119,7 @@ class Start:
                 f"initial: expected c_i = +-1, got {odd:g}; the bounds are about coefficients of "
                 "this size"
             )
-        for name in ("approximation_error", "distance"):
+        for name in ("approximation_error", "distance", "target_rms"):
             if getattr(self, name) is not None:
                 require_number(name, getattr(self, name))
 
@@ -129,7 +131,7 @@ class Start:
         tokens: Float[Tensor, "n T d"],
         targets: Float[Tensor, " n"],
     ) -> Start:
-        r""":math:`\epsilon_{\mathrm{app}}` and :math:`\|\phi^\star - \phi_0\|` of the drawn heads.
+        r""":math:`\epsilon_{\mathrm{app}}`, :math:`\|\phi^\star - \phi_0\|`, norms and rms(y).
 
         ``tokens`` (n, T, d), ``targets`` (n,). Raises ValueError or TypeError if they do not fit.
         """
@@ -137,7 +139,8 @@ class Start:
         direction = transport(initial)
         squared = float(direction.inner(direction)) / initial.heads
         largest = (float(sizes.max()) for sizes in direction.block_norms())
-        return cls(initial, error.rms, squared**0.5, TransportNorms(*largest))
+        rms = float(targets.double().square().mean().sqrt())
+        return cls(initial, error.rms, squared**0.5, TransportNorms(*largest), rms)
 
 
 @dataclass(frozen=True)

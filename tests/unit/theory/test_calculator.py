@@ -406,6 +406,24 @@ def test_a_transport_map_larger_than_the_setting_says_is_refused():
             posterior.bound(replace(setting, transport_norms=small), start)
 
 
+def test_a_measured_start_assumes_nothing_of_the_targets():
+    # Targets of size 100 that no map of these norms reaches, and a setting that calls them clean:
+    # the form of the paper needs sqrt(L_n) <= S, which F + Y is not.
+    setting, start, *_ = run_of()
+    generator_ = generator(0, "unreachable")
+    tokens = unit_ball_tokens(12, 4, 3, generator=generator_)
+    y = 100 * torch.randn(12, generator=generator_)
+    transport = random_multi_anchor(
+        3, 4, 3, generator=generator_, norms=TransportNorms(0.1, 0.1, 0.1), query="last"
+    )
+    measured = Start.measure(start.initial, transport, tokens, y)
+    loss = float(y.double().square().mean())
+    found = BoundCalculator(mode="posterior", form="paper").bound(setting, measured)
+    assert found.initial_loss == pytest.approx(loss)
+    assert found.ingredients.size >= math.sqrt(loss)
+    assert found.average >= loss / 2  # which no run within these radii and steps leaves behind
+
+
 def test_the_probability_that_nothing_is_projected_is_never_negative():
     certain = replace(SETTING, delta=0.6, delta_prime=0.6)
     assert FAST.no_projection(certain).probability == 0.0
