@@ -38,12 +38,12 @@ def head_sum(
     return (c_first * first + c_second * second).sum(dim=-1) * c.shape[-1] ** -0.5
 
 
-def twin_heads(parameters: Parameters) -> Bool[Tensor, " m/2"] | None:
+def twin_heads(parameters: Parameters) -> Bool[Tensor, "*S m/2"] | None:
     """Mark the i with U_i = U_{i+m/2} and W_i = W_{i+m/2} bit by bit; None if there is none."""
     if parameters.heads % 2:
         return None
-    U, W = (block.detach().chunk(2, dim=0) for block in (parameters.U, parameters.W))
-    twins = (U[0] == U[1]).all(dim=-1) & (W[0] == W[1]).flatten(1).all(dim=-1)
+    U, W = parameters.U.detach().chunk(2, dim=-2), parameters.W.detach().chunk(2, dim=-3)
+    twins = (U[0] == U[1]).all(dim=-1) & (W[0] == W[1]).flatten(-2).all(dim=-1)
     # One look on the CPU saves work in every block; on an accelerator it would wait for the queue.
     return None if twins.device.type == "cpu" and known_truth(twins.any()) is False else twins
 

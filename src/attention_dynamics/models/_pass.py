@@ -60,14 +60,6 @@ class HeadFeatures(NamedTuple):
     r: Float[Tensor, "n m d"]
 
 
-class Attended(NamedTuple):
-    """Weights alpha (b, T, m), projections s_t = U.x_t (b, T, m), and s = sum alpha s_t (b, m)."""
-
-    alpha: Tensor
-    projections: Tensor
-    s: Tensor
-
-
 def require_tokens(tokens: Tensor, dimension: int | None = None) -> None:
     """Check the shape and dtype of tokens, and recognise the (n, d, T) layout."""
     columns = isinstance(tokens, Tensor) and tokens.ndim == 3 and tokens.shape[1] == dimension
@@ -165,18 +157,3 @@ def head_queries(W: Tensor, query: Tensor, scale: float) -> Tensor:
 def project(tokens: Tensor, directions: Tensor) -> Tensor:
     """Inner products x_t . p_i, (b, T, m), for directions (m, d) or (b, m, d)."""
     return tokens @ directions.mT
-
-
-def softmax(logits: Tensor, mask: Tensor | None) -> Tensor:
-    """Weights over the token axis of (b, T, m); the maximum is subtracted after masking."""
-    if mask is not None:
-        logits = logits.masked_fill(~mask[..., None], -torch.inf)
-    return torch.softmax(logits, dim=1)
-
-
-def attend(inputs: Inputs, U: Tensor, W: Tensor, scale: float) -> Attended:
-    """Attention weights and value projections of one block: all that f and its gradients need."""
-    logits = project(inputs.tokens, head_queries(W, inputs.query, scale))
-    alpha = softmax(logits, inputs.mask)
-    projections = project(inputs.tokens, U)
-    return Attended(alpha, projections, (alpha * projections).sum(dim=1))

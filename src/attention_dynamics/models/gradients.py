@@ -19,6 +19,7 @@ from attention_dynamics.models._network import like_parameters, prepare, require
 from attention_dynamics.models._pass import Query
 from attention_dynamics.models.activations import Activation
 from attention_dynamics.models.engines import selection
+from attention_dynamics.models.engines.reference import attend
 from attention_dynamics.models.parameters import Parameters
 
 
@@ -136,14 +137,14 @@ def head_second_derivative(
     """
     sigma, inputs, parameters = prepare(parameters, tokens, query, activation, mask, validate)
     direction = like_parameters("(V, Z)", Parameters(parameters.c, V, Z), parameters)
-    attended = _pass.attend(inputs, parameters.U, parameters.W, scale)
-    alpha, projections, s = attended
-    along_u = projections - s[:, None]
-    along_p = _pass.project(inputs.tokens, _pass.head_queries(direction.W, inputs.query, scale))
-    along_p = along_p - (alpha * along_p).sum(dim=1, keepdim=True)
-    along_v = _pass.project(inputs.tokens, direction.U)
-    first = (alpha * (along_v + along_u * along_p)).sum(dim=1)
-    second = (alpha * along_p * (2 * along_v + along_u * along_p)).sum(dim=1)
+    alpha, projections, s = attend(inputs, parameters.U, parameters.W, scale)
+    along_u = projections - s[..., None]
+    directions = _pass.head_queries(direction.W, inputs.query, scale)
+    along_p = _pass.project(inputs.tokens, directions).mT
+    along_p = along_p - (alpha * along_p).sum(dim=-1, keepdim=True)
+    along_v = _pass.project(inputs.tokens, direction.U).mT
+    first = (alpha * (along_v + along_u * along_p)).sum(dim=-1)
+    second = (alpha * along_p * (2 * along_v + along_u * along_p)).sum(dim=-1)
     return sigma.second(s) * first * first + sigma.first(s) * second
 
 

@@ -11,7 +11,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
-#include <system_error>
+#include <exception>
 #include <thread>
 #include <vector>
 
@@ -227,7 +227,7 @@ template <class S, int BYTES> class Attention : Features<S, BYTES> {
     others.reserve(threads);
     try {
       for (long i = 1; i < threads; ++i) others.emplace_back(work, std::ref(workers[i]));
-    } catch (const std::system_error&) {  // no thread to be had: this one takes all slices
+    } catch (const std::exception&) {  // no thread to be had: this one takes all slices
     }
     work(workers[0]);
     for (std::thread& other : others) other.join();
@@ -242,7 +242,7 @@ template <class S> int run(const Problem* problem) try {
   const bool half = problem->m * long(sizeof(S)) <= HALF;
   half ? Attention<S, HALF>(*problem).run() : Attention<S, WIDE>(*problem).run();
   return 0;
-} catch (const std::bad_alloc&) {
+} catch (const std::exception&) {  // no memory, or more than there can be
   return 1;
 }
 extern "C" int attention_float(const Problem* problem) { return run<float>(problem); }

@@ -2,9 +2,9 @@ r"""Sums over the tokens of a block of samples, heads innermost, in buffers that
 
 Tokens are taken relative to the first of their sample, :math:`x'_t = x_t - x_0`: the softmax does
 not see the difference, and a common offset, however large, costs no accuracy. Logits are in units
-of log 2, because ``exp2`` is the faster function. On a CPU only logits outside of what ``exp2`` can hold
-pay for a maximum. A sequence too long for the buffers is summed in blocks of tokens, which
-:func:`merged` joins.
+of log 2, because ``exp2`` is the faster function. On a CPU only logits outside of what ``exp2`` can
+hold pay for a maximum; elsewhere all do, as a look at them would wait for the device. A sequence
+too long for the buffers is summed in blocks of tokens, which :func:`merged` joins.
 """
 
 from __future__ import annotations

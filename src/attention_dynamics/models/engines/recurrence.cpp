@@ -13,7 +13,7 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <new>
+#include <exception>
 #include <vector>
 
 #ifdef _OPENMP
@@ -229,7 +229,7 @@ int run(const void* parameters, const void* tokens, const void* targets, int64_t
         for (int col = 0; col < COLUMNS; ++col) sums[i % size].at[col] += sums[i].at[col];
     if (targets) std::copy_n(sums.data(), size, (Column<Real>*)gradients);
     return 0;
-} catch (const std::bad_alloc&) {
+} catch (const std::exception&) {  // no memory, or more than there can be
     return 1;
 }
 

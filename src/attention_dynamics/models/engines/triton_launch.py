@@ -13,10 +13,10 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from attention_dynamics.models._network import head_sum
+from attention_dynamics.models._network import head_sum, twin_heads
 from attention_dynamics.models.activations import ERF, ERF_PLAIN, TANH, Activation
 from attention_dynamics.models.parameters import Parameters
 
@@ -93,7 +93,8 @@ def step(
         return f, gradients._replace(c=norm * gradients.c).scaled(factor)
     s = features(stack, U, W, scale, sums=False)[0]
     values, slopes = sigma.value_and_first(s)
-    f = head_sum(c[:, None], values, _twins(parameters))
+    twins = twin_heads(parameters)
+    f = head_sum(c[:, None], values, None if twins is None else twins[:, None])
     return f, pull(stack, parameters, scale, values, slopes, factor * (f - targets))
 
 
@@ -116,14 +117,6 @@ def _gradients(sums: tuple[Tensor, Tensor, Tensor], stack: Stack, scale: float) 
     else:
         in_W = in_W.permute(0, 3, 1, 2)
     return Parameters(in_c, in_U.mT.contiguous(), (scale * in_W).contiguous())
-
-
-def _twins(parameters: Parameters) -> Bool[Tensor, "S 1 m/2"] | None:
-    """Heads equal bit by bit, as in ``twin_heads``, without waiting for the device."""
-    if parameters.heads % 2:
-        return None
-    U, W = (block.chunk(2, dim=1) for block in (parameters.U, parameters.W))
-    return ((U[0] == U[1]).all(dim=-1) & (W[0] == W[1]).flatten(2).all(dim=-1))[:, None]
 
 
 def features(
