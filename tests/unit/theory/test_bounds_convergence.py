@@ -219,6 +219,31 @@ def test_no_head_moves_faster_than_the_limit_allows(activation, query):
     assert 0.05 < fastest <= 1.0
 
 
+@pytest.mark.parametrize("activation", ["tanh", "erf_plain"])
+def test_the_limit_has_the_speed_of_each_block(activation):
+    s0, s1, _ = get_activation(activation).bounds
+    (b, b_q), m, top, c = InputBounds(1.5, 0.5), 16, 3.0, 2.0
+    speeds = {
+        "c": lambda rho: s0,
+        "U": lambda rho: (c + rho.c / 4) * s1 * b,
+        "W": lambda rho: (c + rho.c / 4) * s1 * b**2 * b_q * (top + rho.U / 4),
+    }
+    for block, speed in speeds.items():
+        rho = Radii(**({"c": 1e3, "U": 1e7, "W": 1e12} | {block: 0.7}))
+        found = path_length_limit(
+            rho, m, top, inputs=InputBounds(b, b_q), coefficient=c, activation=activation
+        )
+        assert found == pytest.approx(0.7 / (2 * speed(rho)))
+
+
+def test_the_averaged_iterate_of_the_paper_form_pays_for_two_linearisations():
+    # L(average) <= L_lin(average) + 2 S E <= mean L_lin + 2 S E <= mean L + 4 S E, E = averaging/2.
+    given_ = Ingredients(2.0, 3.0, 0.5, 0.25, averaging=0.75, size=4.0)
+    found = paper_form(given_, 0.1, 10)
+    assert found.average == pytest.approx(2.0 / 4.0 + 0.1 * 3.0 * 16.0 + 0.75 * 4.0)
+    assert found.total - found.average == pytest.approx(4 * 4.0 * 0.75 / 2)
+
+
 def test_the_limit_is_the_tightest_block():
     radii, m = Radii(1.0, 2.0, 1.5), 16
     C, R = 1 + 1.0 / 4, 3.0 + 2.0 / 4
