@@ -28,7 +28,7 @@ def plainly(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         with torch.no_grad():
-            if not any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+            if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
                 return function(*args, **kwargs)
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 return function(*args, **kwargs)

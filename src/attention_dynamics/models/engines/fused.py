@@ -29,10 +29,6 @@ _ARRAYS = (
 )
 
 
-# Axes of what callers hand over.
-_AXES = {"mask": "nT", "U": "md", "W": "mdd", "c": "m", "V": "md", "Z": "mdd", "C": "m"}
-
-
 class _Problem(ctypes.Structure):
     """The struct of the same name in attention.cpp."""
 
@@ -205,16 +201,19 @@ def _require_memory(mode: int, arrays: dict[str, Tensor]) -> None:
     """Hold all arrays against the tokens: the kernel would read past the end of a smaller one."""
     tokens = arrays["tokens"]
     samples, length, dimension = tokens.shape
-    sizes = {"n": samples, "T": length, "d": dimension, "m": arrays["U"].shape[0]}
-    axes = {
-        "query": "nd" if arrays["query"].ndim == 2 else "d",
-        "given": "nm" if mode == _PULL else "n",
-        **_AXES,
-    }
-    for name in axes.keys() & arrays.keys():
-        array, shape = arrays[name], tuple(sizes[axis] for axis in axes[name])
+    heads = arrays["U"].shape[0]
+    shapes = {
+        "query": (samples, dimension) if arrays["query"].ndim == 2 else (dimension,),
+        "mask": (samples, length), "given": (samples, heads) if mode == _PULL else (samples,),
+        "c": (heads,), "U": (heads, dimension), "W": (heads, dimension, dimension),
+    }  # fmt: skip
+    shapes["V"], shapes["Z"], shapes["C"] = shapes["U"], shapes["W"], shapes["c"]
+    for name, array in arrays.items():
+        shape = shapes.get(name)
+        if shape is None:  # the kernel's own
+            continue
         dtype = torch.bool if name == "mask" else tokens.dtype
-        if array.shape != shape or array.dtype != dtype or array.device != tokens.device:
+        if array.shape != shape or array.dtype != dtype or not array.is_cpu:
             raise ValueError(
                 f"{name}: expected shape {shape} and {dtype} on {tokens.device}, as the tokens ask "
                 f"for, got {tuple(array.shape)} and {array.dtype} on {array.device}; bring all to "
