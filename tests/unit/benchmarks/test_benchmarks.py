@@ -264,7 +264,8 @@ def test_the_manifest_says_what_one_needs_to_run_it_again():
         "instruction_set", "engines", "pace", "tuned_malloc", "cores",
     ):  # fmt: skip
         assert manifest[name] is not None, name
-    assert manifest["versions"]["torch"] == torch.__version__.split("+")[0]
+    recorded, running = manifest["versions"]["torch"], torch.__version__
+    assert recorded.split("+")[0] == running.split("+")[0]
     assert set(manifest["engines"]) >= {"reference", "eager", "compiled", "fused"}
 
 
