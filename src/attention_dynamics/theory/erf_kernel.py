@@ -2,7 +2,7 @@ r"""The limit kernel over U in closed form, for :math:`\sigma(s) = \mathrm{erf}(
 
 Given the pooled tokens a, a' and the covariances M, M' of a head, :math:`(s, s') = (U \cdot a,
 U \cdot a')` are jointly Gaussian. With :math:`\hat a = a/\sqrt{1 + \|a\|^2}` and
-:math:`\rho = \hat a \cdot \hat a'`, which is below 1/2 for tokens in the unit ball,
+:math:`\rho = \hat a \cdot \hat a'`, which is at most 1/2 for tokens in the unit ball,
 
 .. math:: \mathbb E\,\sigma\sigma' = \tfrac2\pi \arcsin \rho, \qquad
     \mathbb E\,\dot\sigma \dot\sigma'\, a \cdot a' = \tfrac2\pi \frac{\rho}{\sqrt{1 - \rho^2}},

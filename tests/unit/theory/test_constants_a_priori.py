@@ -22,6 +22,7 @@ from attention_dynamics.theory.a_priori import (
     mean_square_radius,
     mean_square_radius_bound,
 )
+from attention_dynamics.theory.constants import KAPPA_STAR
 from attention_dynamics.training import Radii
 
 RHO, NU = Radii(2.0, 1.5, 2.5), TransportNorms(1.0, 1.5, 0.5)
@@ -142,3 +143,14 @@ def test_what_has_no_bound_is_refused():
     with pytest.raises(TypeError, match="inputs: expected InputBounds"):
         a_priori_constants(8, 3, RHO, delta=0.1, inputs=(1.0, 1.0))
     assert a_priori_constants(8, 3, RHO, **common).remainder is None
+
+
+def test_the_curvature_of_the_mean_head_has_its_formula():
+    found = a_priori_constants(
+        16, 4, Radii(0.5, 2.0, 3.0), delta=0.1, inputs=UNIT_BALL, concentration="mean"
+    )
+    R = mean_square_radius(16, 4, 0.1) + 2.0 / 4
+    slope = math.hypot(2.0, 3.0 * R)
+    second = 2 * 2.0 * 3.0 + KAPPA_STAR * R * 9.0
+    s2 = 4 / (3 * math.sqrt(3))
+    assert found.linearisation == pytest.approx(0.5 * slope + (s2 * slope**2 + second) / 2)

@@ -196,3 +196,11 @@ def test_what_has_no_bound_is_refused():
         fields = {"complexity": 1.0, "samples": 5, "target_bound": 1.0, "delta": 0.1} | changes
         with pytest.raises(ValueError, match=message):
             generalisation_bound(constants, **fields)
+
+
+def test_the_expected_complexity_has_its_formula():
+    found = expected_tangent_complexity(
+        32, Radii(0.5, 2.0, 3.0), delta=0.1, inputs=InputBounds(1.5, 0.5)
+    )
+    deviation = 1.5**2 * 0.5 * 3.0 * math.sqrt(4 * math.log(10) / 32)
+    assert found == pytest.approx(0.5 + 1.5 * math.hypot(2.0, 1.5 * 0.5 * 3.0) + deviation)
