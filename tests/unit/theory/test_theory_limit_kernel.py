@@ -147,8 +147,7 @@ def test_the_methods_agree_within_their_errors(query, activation):
             pairs.append((one.total, found[0].total, one.standard_error, found[0].standard_error))
             for left, right, left_error, right_error in pairs:
                 # Entries share their heads, so the worst case is one t variable, of at least 15
-                # degrees of freedom: beyond 2.5 in 2.5 % of the cases. The seeds are fixed; a
-                # mean of 1.1 is expected, and a factor of 1.01 in a block is far outside.
+                # degrees of freedom: beyond 2.5 in 2.5 % of the cases. The seeds are fixed.
                 distance = (left - right) / (left_error.square() + right_error.square()).sqrt()
                 assert rms(distance) < 2.5
 
