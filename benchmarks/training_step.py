@@ -87,7 +87,8 @@ def _case(shape: Shape, settings: Settings) -> Callable[[], list[Row | Point]]:
 def measure(shape: Shape, settings: Settings) -> list[Row | Point]:
     """All engines, the plain trainer and the limit in one race, for one shape."""
     problem = instance(shape.d, shape.T, shape.m, shape.n, query=shape.query)
-    steps = max(2, min(20, round(0.3 / (2.5e-8 * shape.n * shape.T * shape.m))))
+    # Enough steps that what a descent does once, before and after them, does not count.
+    steps = max(3, min(60, round(0.8 / (2.5e-8 * shape.n * shape.T * shape.m))))
     expected = plain_training(problem, steps)
     sides: dict[str, Side] = {"plain": lambda: plain_training(problem, steps)}
     rows: list[Row | Point] = []
