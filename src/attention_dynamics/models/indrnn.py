@@ -149,7 +149,7 @@ class IndRNN(nn.Module):
         r"""
         .. math:: L_n = \frac1n \sum_j (f_j - y_j)^2, \qquad \nabla L_n.
 
-        The loss, 0-d, and :class:`RecurrentParameters` of gradients, by closed back-propagation
+        The loss, 0-d, and ``RecurrentParameters`` of gradients, by closed back-propagation
         and outside of autograd; ``.grad`` of the parameters is left alone.
         """
         return recurrence.loss_and_gradients(

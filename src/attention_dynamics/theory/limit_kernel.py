@@ -94,7 +94,7 @@ def limit_kernel(
     in the dtype of the tokens.
 
     Raises ValueError for an unknown method, one that does not fit the activation, fewer than 2
-    randomisations, more dimensions than Sobol points have, what :func:`empirical_kernel` refuses
+    randomisations, more dimensions than Sobol points have, what ``empirical_kernel`` refuses
     or matrices larger than the free memory (``memory_limit`` bytes replace it).
     """
     require_one_of("method", method, get_args(Method))

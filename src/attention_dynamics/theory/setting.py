@@ -175,7 +175,7 @@ class ErrorBound:
 
     @property
     def unit(self) -> Literal["root loss", "loss"]:
-        """The unit of the three terms: the fast form bounds the root of the loss."""
+        """What the three terms are in; the fast form bounds the root of the loss."""
         return "root loss" if self.form == "fast" else "loss"
 
     @property
