@@ -16,9 +16,10 @@ MODULES = sorted((REPOSITORY / "src").rglob("*.py"))
 
 
 def pinned(name: str) -> dict[str, str]:
-    """Package -> version of a file of pins."""
+    """Package -> version of a file of pins; a marker says on which machines, not which version."""
     lines = (REPOSITORY / name).read_text("utf8").splitlines()
-    pins = (line.split("==") for line in lines if line and not line.startswith("#"))
+    entries = (line.partition(";")[0].rstrip() for line in lines if line[:1] not in ("", "#"))
+    pins = (entry.split("==") for entry in entries)
     return {normal(package): version for package, version in pins}
 
 
@@ -118,7 +119,7 @@ def run_ci(folder: Path, *stubs: str, user: int = 0) -> tuple[int, str, list[str
 def test_ci_installs_what_a_bare_machine_lacks(tmp_path: Path) -> None:
     status, _, commands = run_ci(tmp_path, "apt-get", "python3", "git", "make")
     assert status == 0
-    packages = "python3 python3-venv chromium fonts-dejavu-core"
+    packages = "g++ python3 python3-venv chromium fonts-dejavu-core"
     assert commands == [
         "python3 -c import ensurepip",
         "apt-get update -qq",
@@ -133,7 +134,7 @@ def test_ci_says_what_it_cannot_install(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     status, message, commands = run_ci(tmp_path / "a", "make", "git")
     assert status == 1
-    assert "missing here: python3 python3-venv chromium" in message
+    assert "missing here: g++ python3 python3-venv chromium" in message
     assert "No apt-get on this machine" in message
     (tmp_path / "b").mkdir()
     status, message, commands = run_ci(tmp_path / "b", "apt-get", "git", user=1000)
