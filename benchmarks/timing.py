@@ -39,10 +39,10 @@ class Pace:
     does not count. At least ``least`` rounds are made, however long they take.
     """
 
-    rounds: int = 7
+    rounds: int = 9
     turn: float = 0.05
-    budget: float = 8.0
-    least: int = 3
+    budget: float = 15.0
+    least: int = 5
 
 
 class Ratio(NamedTuple):
