@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from attention_dynamics.cli import main
-from attention_dynamics.experiments import width
+from attention_dynamics.experiments import names, width
 from attention_dynamics.running import read_results, sweep
 
 
@@ -65,7 +65,7 @@ def test_show_prints_slopes_and_bands_and_draws_them(finished, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("run", "depth"), "experiment must be one of width; got 'depth'"),
+        (("run", "depth"), f"experiment must be one of {', '.join(names())}; got 'depth'"),
         (("run", "width", "--profile", "huge"), "smoke, book, paper; got 'huge'"),
         (("run", "width", "--device", "cuda:99"), "cuda:99"),
         (("show", "width", "--profile", "paper"), "the sweep has not finished"),
