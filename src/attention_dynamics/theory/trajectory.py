@@ -195,11 +195,13 @@ def record_trajectory(
     The same iterates as :func:`~attention_dynamics.training.descent.projected_gradient_descent`,
     ProjSGD included, at about three times its cost, and without early stopping. ``comparison`` is
     :math:`\phi^\star`, any point of the projection set, in the shape of the parameters. The model
-    is not changed.
+    is not changed. The inequality holds for any g; whose gradient g is, the tangent map tells:
+    :math:`\langle\nabla L_k, \phi_k - \phi^\star\rangle = \frac2n \sum_j
+    r_j \langle\nabla f_j, \phi_k - \phi^\star\rangle` is checked as well.
 
     Raises TypeError for a model that is not in float64, where the slack would drown in rounding;
     ValueError for a comparison point outside of the projection set, a config with ``patience``, or
-    data that do not fit; ArithmeticError if a step violates the descent inequality.
+    data that do not fit; ArithmeticError if a step violates the inequality or the identity.
     """
     if model.U.dtype != torch.float64:
         raise TypeError(
@@ -231,7 +233,7 @@ def record_trajectory(
         g = gradient if draws is None else next(draws).loss_and_gradients(phi)[1]
         gap = phi.minus(comparison)
         f = shallow.forward(phi, training.tokens, **evaluate)
-        tangent = f - shallow.jvp(phi, training.tokens, gap, **evaluate)
+        slope = shallow.jvp(phi, training.tokens, gap, **evaluate)
         outputs, moved = outputs + f, moved.plus(phi.minus(initial))
         candidate = phi.minus(g.scaled(eta))
         after = region.project(candidate)
@@ -243,9 +245,9 @@ def record_trajectory(
                 "gradient_squared": float(gradient.inner(gradient)),
                 "step_squared": float(g.inner(g)),
                 "distance_squared": step.before,
-                "descent": float(gradient.inner(gap)),
+                "descent": _descent(gradient, gap, f - training.targets, slope),
                 "noise": 0.0 if draws is None else float(g.minus(gradient).inner(gap)),
-                "epsilon": _rms(tangent - training.targets),
+                "epsilon": _rms(f - slope - training.targets),
                 "slack": step.slack,
                 "active": sum(
                     int((new != old).reshape(len(new), -1).any(dim=-1).sum())
@@ -269,6 +271,18 @@ def record_trajectory(
         averaging=_rms(f_averaged - outputs / config.steps),
         averaged_loss=float((f_averaged - training.targets).square().mean()),
     )
+
+
+def _descent(gradient: Parameters, gap: Parameters, residual: Tensor, slope: Tensor) -> float:
+    """<grad L, gap> of the backward pass, checked against the forward pass."""
+    found, expected = float(gradient.inner(gap)), 2 * float((residual * slope).mean())
+    size = math.sqrt(float(gradient.inner(gradient) * gap.inner(gap)))
+    if not abs(found - expected) <= 1e-9 * (size + 2 * _rms(residual) * _rms(slope)):
+        raise ArithmeticError(
+            f"gradient: <grad L, phi_k - phi*> = {found:.12g}, but the tangent map of f gives "
+            f"{expected:.12g}; this is the gradient of another function than the loss"
+        )
+    return found
 
 
 def _batches(training: Objective, config: DescentConfig) -> Iterator[Objective]:

@@ -19,6 +19,7 @@ from attention_dynamics.training import (
     Radii,
     projected_gradient_descent,
 )
+from attention_dynamics.training.objective import Objective
 
 KINDS = list(itertools.product(("fixed", "last"), ("tanh", "erf", "erf_plain")))
 RHO = Radii(2.0, 2.0, 2.0)
@@ -237,6 +238,34 @@ def test_a_step_that_is_none_is_found():
     moved = region.project(before.minus(outward))
     with pytest.raises(ArithmeticError, match="comparison lies outside of the projection set"):
         descent_step(before, moved, outward, 1.0, far)
+
+
+def broken(kind):
+    """What a wrong backward pass would return in the place of the gradient."""
+    right = Objective.loss_and_gradients
+
+    def wrong(self, phi):
+        loss, g = right(self, phi)
+        return loss, {
+            "sign": g.scaled(-1.0),
+            "half": g.scaled(0.5),
+            "twice": g.scaled(2.0),
+            "block": g._replace(W=torch.zeros_like(g.W)),
+            "transposed": g._replace(W=g.W.mT),
+        }[kind]
+
+    return wrong
+
+
+@pytest.mark.parametrize("kind", ["sign", "half", "twice", "block", "transposed"])
+@pytest.mark.parametrize("batch_size", [None, 4])
+def test_a_gradient_of_another_function_is_found(monkeypatch, kind, batch_size):
+    # The descent inequality holds for any g: only the tangent map tells whose gradient it is.
+    model, tokens, y, star = problem(0, "fixed", targets="noise")
+    config = DescentConfig(5, step_size=0.1, radii=RHO, batch_size=batch_size)
+    monkeypatch.setattr(Objective, "loss_and_gradients", broken(kind))
+    with pytest.raises(ArithmeticError, match=r"gradient: .* the tangent map of f gives"):
+        record_trajectory(model, tokens, y, config, star)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
