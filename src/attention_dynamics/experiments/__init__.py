@@ -10,7 +10,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_NAMES = ("tangent_kernel", "kernel_length", "width", "sample_maximum", "linearisation", "certificates")
+_NAMES = (
+    "tangent_kernel",
+    "kernel_length",
+    "width",
+    "sample_maximum",
+    "linearisation",
+    "certificates",
+)
 
 
 def names() -> tuple[str, ...]:
