@@ -14,6 +14,7 @@ from attention_dynamics.experiments import tangent_kernel
 from attention_dynamics.models.parameters import symmetric_initialisation
 from attention_dynamics.models.shallow import ShallowTransformer
 from attention_dynamics.running import Experiment, sweep
+from attention_dynamics.theory.kernels import empirical_kernel
 from attention_dynamics.training.descent import DescentConfig, projected_gradient_descent
 from attention_dynamics.training.projection import Radii
 
@@ -99,6 +100,21 @@ def test_a_limit_has_no_error_and_a_kernel_twice_as_large_errs_by_one(monkeypatc
         monkeypatch.setattr(tangent_kernel, "_empirical", lambda *_, by=factor: by * problem.limit)
         found = tangent_kernel._convergence(SMALL, problem, draws)["kernel_error"]
         assert found == pytest.approx(expected)
+
+
+def test_the_trace_is_that_of_the_kernels_of_the_same_networks():
+    problem = tangent_kernel._problem(replace(SMALL, **tangent_kernel._IRRELEVANT), 5, "cpu")
+    draws = tangent_kernel._Draws(SMALL, 5, problem)
+    found = tangent_kernel._scaled(SMALL, problem, draws)
+    for name, beta in (("", 0), ("_half", -0.5), ("_one", -1)):
+        kernels = [
+            empirical_kernel(
+                draws("paired", k), problem.tokens, query=problem.query, scale=SMALL.heads**beta
+            )
+            for k in range(SMALL.networks)
+        ]
+        expected = sum(float(kernel.W.diagonal().mean()) for kernel in kernels) / len(kernels)
+        assert found[f"attention_trace{name}"] == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_spread_of_a_known_sample():

@@ -18,6 +18,7 @@ The bands come from theory and were fixed before any run. The collapsed W has en
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -38,6 +39,7 @@ from attention_dynamics.experiments.estimates import (
 )
 from attention_dynamics.experiments.shape import columns_of, rows_of
 from attention_dynamics.models import attention, shallow
+from attention_dynamics.models.activations import get_activation
 from attention_dynamics.models.parameters import (
     Parameters,
     independent_initialisation,
@@ -48,7 +50,7 @@ from attention_dynamics.theory.kernel_controls import (
     shared_attention_kernel,
 )
 from attention_dynamics.theory.kernel_flow import kernel_descent
-from attention_dynamics.theory.kernels import empirical_kernel, empirical_kernel_total
+from attention_dynamics.theory.kernels import empirical_kernel_total
 from attention_dynamics.theory.limit_kernel import limit_kernel
 
 NAME = "tangent_kernel"
@@ -213,7 +215,7 @@ def _convergence(config: Config, problem: _Problem, draws: _Draws) -> dict[str, 
         norm(_empirical(config, problem, draws("paired", k)) - problem.limit, 2)
         for k in range(config.networks)
     ]
-    rms = torch.stack(errors).square().mean().sqrt()
+    rms = torch.stack(errors).norm() / config.networks**0.5
     return {"kernel_error": float(rms / norm(problem.limit, 2))}
 
 
@@ -249,23 +251,22 @@ def _spread(kernels: list[Tensor]) -> float:
 
 def _scaled(config: Config, problem: _Problem, draws: _Draws) -> dict[str, float]:
     r"""Mean over samples and networks of :math:`K_w(X, X)`, and of :math:`|T\alpha_t - 1|`."""
-    found = {}
-    networks = [draws("paired", k).half() for k in range(config.networks)]
-    for name, beta in _SCALES.items():
-        scale = shallow.logit_scale(config.heads, beta)
-        traces, distances = [], []
-        for heads in networks:
-            kernel = empirical_kernel(
-                heads, problem.tokens, query=problem.query, activation=config.activation,
-                scale=scale,
-            )  # fmt: skip
-            traces.append(kernel.W.diagonal().mean())
-            logits = attention.logits(problem.tokens, heads.W, problem.query, scale=scale)
-            weights = attention.attention_weights(logits)
-            distances.append((config.length * weights - 1).abs().mean())
-        found[f"attention_trace{name}"] = float(torch.stack(traces).mean())
-        found[f"uniform_distance{name}"] = float(torch.stack(distances).mean())
-    return found
+    found: dict[str, list[Tensor]] = defaultdict(list)
+    tokens, query, sigma = problem.tokens, problem.query, get_activation(config.activation)
+    for k in range(config.networks):
+        heads = draws("paired", k).half()
+        for name, beta in _SCALES.items():
+            scale = shallow.logit_scale(config.heads, beta)
+            s, _, r = attention.head_features(tokens, heads.W, heads.U, query, scale=scale)
+            lengths = sigma.first(s).square() * r.square().sum(dim=-1)
+            found[f"attention_trace{name}"].append(scale**2 * query.square().sum() * lengths.mean())
+            if beta != 0:
+                weights = attention.attention_weights(
+                    attention.logits(tokens, heads.W, query, scale=scale)
+                )
+                distance = (config.length * weights - 1).abs_().mean()
+                found[f"uniform_distance{name}"].append(distance)
+    return {name: float(torch.stack(values).mean()) for name, values in found.items()}
 
 
 def _flow(config: Config, problem: _Problem, draws: _Draws) -> float:
