@@ -12,14 +12,15 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from attention_dynamics.theory.a_priori import Concentration, a_priori_constants
-from attention_dynamics.theory.approximation import (
+from attention_dynamics.theory._remembered import (
+    a_priori_constants,
     approximation_bound,
     bernstein_approximation_bound,
     head_second_moment,
     target_bound,
-    value_radius,
 )
+from attention_dynamics.theory.a_priori import Concentration
+from attention_dynamics.theory.approximation import value_radius
 from attention_dynamics.theory.bounds import NetworkConstants, network_constants
 from attention_dynamics.theory.convergence import (
     Form,
