@@ -83,7 +83,7 @@
 
     // One sentence for those who do not see the bars.
     const say = (slider) => {
-      const text = (part) => part.textContent.trim().replace(/\s+/g, " ");
+      const text = (part) => part.textContent.trim().replace(/[ \n]+/g, " ");
       const shown = (selector) => [...root.querySelectorAll(selector)].filter((part) => !part.hidden).map(text);
       const parts = [];
       if (slider) {

@@ -1,4 +1,4 @@
-r"""The table of bounds: a fresh calculator's numbers in every row, T asked for and without effect."""
+r"""The table of bounds: a fresh calculator's numbers in every row, T asked for, no effect."""
 
 from dataclasses import replace
 
@@ -151,5 +151,5 @@ def test_what_is_remembered_is_what_is_computed_and_no_integer_passes_for_a_floa
     assert _remembered.bernstein_approximation_bound(norms, 64, **ask) is first
     forget()
     assert _remembered.bernstein_approximation_bound(norms, 64, **ask) == first
-    with pytest.raises(ValueError, match="integer >= 2, got 64.0"):
+    with pytest.raises(ValueError, match="expected an integer >= 2"):
         _remembered.bernstein_approximation_bound(norms, 64.0, **ask)
