@@ -243,10 +243,8 @@ def _spreads(config: Config, problem: _Problem, draws: _Draws) -> dict[str, floa
 
 def _spread(kernels: list[Tensor]) -> float:
     r""":math:`\bigl(\frac1{R-1} \sum_k \|K_k - \bar K\|_F^2\bigr)^{1/2} / \|\bar K\|_F`."""
-    stacked = torch.stack(kernels)
-    mean = stacked.mean(dim=0)
-    squared = (stacked - mean).square().sum() / (len(kernels) - 1)
-    return float(squared.sqrt() / mean.norm())
+    variance, mean = torch.var_mean(torch.stack(kernels), dim=0)
+    return float(variance.sum().sqrt() / mean.norm())
 
 
 def _scaled(config: Config, problem: _Problem, draws: _Draws) -> dict[str, float]:
@@ -296,5 +294,5 @@ def descent_values(
 
 
 def _empirical(config: Config, problem: _Problem, heads: Parameters) -> Tensor:
-    options: dict[str, Any] = {"query": problem.query, "activation": config.activation}
-    return empirical_kernel_total(heads, problem.tokens, **options)
+    sigma = get_activation(config.activation)
+    return empirical_kernel_total(heads, problem.tokens, query=problem.query, activation=sigma)
