@@ -16,6 +16,7 @@ from attention_dynamics.models.parameters import (
     independent_initialisation,
     symmetric_initialisation,
 )
+from attention_dynamics.theory.kernels import empirical_kernel
 from attention_dynamics.theory.transport import (
     MultiAnchorTransport,
     TransportNorms,
@@ -238,3 +239,38 @@ def test_a_transport_norm_is_finite_and_not_negative(value):
     with pytest.raises(ValueError, match=r"norms\.U: expected a finite number >= 0"):
         TransportNorms(1.0, value, 1.0)
     assert TransportNorms(2.0, 3.0, 6.0).norm == 7.0
+
+
+def rkhs_energy(transport, heads, tokens):
+    """y^T K^+ y of the transported values, and the mean square of the map over the heads."""
+    K = empirical_kernel(
+        heads, tokens, query=transport.query, activation=transport.activation
+    ).total
+    y = transported_function(tokens, transport, heads)
+    size = sum(float(block.square().sum()) for block in transport(heads)) / heads.heads
+    return float(y @ torch.linalg.pinv(K, rtol=1e-11, hermitian=True) @ y), size
+
+
+@given(
+    seed=st.integers(0, 10**6), query=st.sampled_from(QUERIES), sigma=st.sampled_from(ACTIVATIONS)
+)
+@settings(max_examples=60, deadline=None)
+def test_the_rkhs_norm_is_at_most_the_size_of_the_map(seed, query, sigma):
+    transport, heads = transport_of(query, sigma, seed=seed), heads_of(seed, heads=16)
+    tokens = torch.cat((tokens_of(seed), tokens_of(seed)[:2]))  # duplicates: K is singular
+    energy, size = rkhs_energy(transport, heads, tokens)
+    assert 0 <= energy <= size * (1 + 1e-9)
+    assert size <= transport.sup_norm_bounds().norm ** 2 * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("query", QUERIES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_combination_of_tangents_has_exactly_the_norm_of_its_map(query, activation):
+    transport = transport_of(query, activation, norms=TransportNorms(1.0, 1.0, 1e6))  # no clip
+    heads = heads_of(heads=32)
+    energy, size = rkhs_energy(transport, heads, transport.anchors)
+    assert energy == pytest.approx(size, rel=1e-9)
+    beyond, _ = rkhs_energy(transport, heads, torch.cat((transport.anchors, tokens_of())))
+    assert beyond == pytest.approx(size, rel=1e-6)  # more samples cannot add to it
+    fewer, _ = rkhs_energy(transport, heads, tokens_of())
+    assert fewer < 0.999 * size
