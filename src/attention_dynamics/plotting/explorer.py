@@ -30,11 +30,11 @@ SLIDERS = (
 )
 #: Choices: column, legend, and words for each of its values.
 CHOICES: tuple[tuple[str, str, Mapping[str, str]], ...] = (
-    ("version", "Bound", {"book": "sharpest of this book", "paper": "dependences of the paper"}),
+    ("version", "Bound", {"book": "fast form of this book", "paper": "dependences of the paper"}),
     ("step_rule", "Step size", {"decreasing": "η = 1/√τ", "constant": "η = {step_size}"}),
 )
 BARS = ("optimisation", "approximation", "linearisation", "total")
-#: The paper's defaults.
+#: The paper's sizes, where the table has them.
 FIRST_VIEW: Mapping[str, Any] = {
     "version": "book", "step_rule": "decreasing", "heads": 64, "steps": 4000, "dimension": 8,
     "samples": 5000, "length": 16,

@@ -1,8 +1,8 @@
 r"""The scalar constants of the theory, each computed once a process.
 
 A table of bounds, or the search for a width, asks for the same constants over and over. They are
-pure functions of numbers, and T is an argument of none of them: what is remembered for one length
-is not looked up by it.
+pure functions of numbers. T is an argument of none of them, so that nothing is kept, or looked up,
+by the sequence length.
 """
 
 from __future__ import annotations

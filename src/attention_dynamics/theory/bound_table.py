@@ -4,7 +4,8 @@ r"""The convergence theorem at many settings: a frame in which every number is a
     (\text{optimisation}, \text{approximation}, \text{linearisation}, \text{total}), \qquad
     \rho = \nu,
 
-a priori, in two versions: the sharpest of this library, and the one with the paper's dependences.
+a priori, in two versions: the calculator's own, and the one with the paper's dependences. For few
+heads the second can be the smaller one.
 The rows are a full product of stops, T among them: the bound of each length is asked for, not
 copied from another one.
 """
@@ -31,7 +32,7 @@ VERSIONS: dict[Version, BoundCalculator] = {
     "book": BoundCalculator(),
     "paper": BoundCalculator(form="paper", concentration="largest", tail="mcdiarmid", error="sup"),
 }
-"""The sharpest bound of the library, and the one that depends on D, d and log n as the paper's."""
+"""The calculator as it comes, and the one that depends on D, d and log n as the paper's bound."""
 
 RULES: dict[Rule, float | None] = {"decreasing": None, "constant": 0.02}
 r"""Step sizes: :math:`\eta = 1/\sqrt\tau`, as in the paper, and a constant one."""
@@ -42,7 +43,7 @@ class Stops:
     r"""The values of m (``heads``), n, T, d and :math:`\tau` at which a table has rows."""
 
     heads: tuple[int, ...] = tuple(2**power for power in range(3, 25))
-    samples: tuple[int, ...] = (100, 1000, 5000, 100_000)
+    samples: tuple[int, ...] = (100, 5000, 100_000)
     length: tuple[int, ...] = (4, 16, 256, 4096)
     dimension: tuple[int, ...] = (2, 8, 32, 128)
     steps: tuple[int, ...] = (10, 100, 1000, 4000, 10_000, 100_000, 1_000_000, 10_000_000)
