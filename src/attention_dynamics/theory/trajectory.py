@@ -235,8 +235,7 @@ def record_trajectory(
         f = shallow.forward(phi, training.tokens, **evaluate)
         slope = shallow.jvp(phi, training.tokens, gap, **evaluate)
         outputs, moved = outputs + f, moved.plus(phi.minus(initial))
-        candidate = phi.minus(g.scaled(eta))
-        after = region.project(candidate)
+        after, reached = region.project_with_norms(phi.minus(g.scaled(eta)))
         step = descent_step(phi, after, g, eta, comparison)
         rows.append(
             {
@@ -250,8 +249,9 @@ def record_trajectory(
                 "epsilon": _rms(f - slope - training.targets),
                 "slack": step.slack,
                 "active": sum(
-                    int((new != old).reshape(len(new), -1).any(dim=-1).sum())
-                    for new, old in zip(after, candidate, strict=True)
+                    int((norms > limit).sum())
+                    for norms, limit in zip(reached, region.limits(), strict=True)
+                    if limit is not None
                 ),
             }
         )
