@@ -118,7 +118,7 @@ def test_the_expected_bound_is_that_of_one_run_where_all_runs_agree():
 def test_the_interval_of_a_median_is_that_of_the_binomial_law():
     # Of 108 values the order statistics 44 and 65 hold the median with at least 95 %.
     table = pd.DataFrame({"average_ratio": np.arange(1.0, 109.0)})
-    found = certificates._estimate(table, "average_ratio_median")
+    found = certificates.estimate(table, "average_ratio_median")
     assert (found.lower, found.mean, found.upper) == (44.0, 54.5, 65.0)
 
 

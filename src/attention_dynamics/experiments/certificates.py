@@ -181,18 +181,18 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
         for quantity, band in BANDS.items():
             if quantity == "expected_ratio" and descent == "ProjGD":
                 continue
-            estimate = _estimate(table, quantity)
+            found = estimate(table, quantity)
             records.append(
                 {
                     "descent": descent,
                     "quantity": quantity,
-                    "estimate": estimate.mean,
-                    "lower": estimate.lower,
-                    "upper": estimate.upper,
-                    "runs": estimate.seeds,
+                    "estimate": found.mean,
+                    "lower": found.lower,
+                    "upper": found.upper,
+                    "runs": found.seeds,
                     "band_lower": band.lower,
                     "band_upper": math.inf if band.upper is None else band.upper,
-                    "inside": band.contains(estimate),
+                    "inside": band.contains(found),
                 }
             )
     return pd.DataFrame(records)
@@ -211,7 +211,11 @@ def expected_bound(table: pd.DataFrame) -> float:
     return float((math.sqrt(epsilon) + math.sqrt(max(0.0, epsilon + start))) / 2) ** 2
 
 
-def _estimate(table: pd.DataFrame, quantity: str) -> Estimate:
+def estimate(table: pd.DataFrame, quantity: str) -> Estimate:
+    r"""One of ``BANDS`` over the runs of ``table`` (a row a run, a column a quantity).
+
+    The intervals are those of :func:`summarise`.
+    """
     runs = len(table)
     if quantity == "expected_ratio":
         random, losses = np.random.default_rng(0), table["average_loss"]
