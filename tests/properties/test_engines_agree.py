@@ -87,10 +87,11 @@ class Problem:
         f, step = engine.step(i, p, self.sigma, k, self.targets, chunk=chunk)
         pulled = engine.vjp(i, p, self.sigma, k, self.targets, chunk=chunk)
         scores = engine.scores(i, p.U, p.W, k, chunk=chunk)
+        values = engine.values(i, p, self.sigma, k, chunk=chunk)
         gradients = [(f"step {name}", block) for name, block in zip("cUW", step, strict=True)]
         gradients += [(f"vjp {name}", block) for name, block in zip("cUW", pulled, strict=True)]
         linear = [("s", s), ("a", a), ("r", r), ("s", scores), ("s", twice), ("slope", slope)]
-        return [*linear, ("f", f), *gradients]
+        return [*linear, ("f", f), ("f", values), *gradients]
 
     def assert_agrees(self, engine, chunk=None):
         # An error in a logit is one in the weights, hence the factor; the errors of the reference

@@ -20,10 +20,8 @@ from torch import Tensor, nn
 
 from attention_dynamics.models import gradients
 from attention_dynamics.models._network import (
-    head_sum,
     prepare,
     require_per_sample,
-    twin_heads,
 )
 from attention_dynamics.models._pass import Query
 from attention_dynamics.models.activations import Activation, get_activation
@@ -80,11 +78,8 @@ def forward(
     sigma, inputs, parameters = prepare(
         parameters, tokens, query, activation, mask, validate, chunk
     )
-    c, U, W = parameters
-    s = selection.choose(engine, inputs, parameters.heads, *parameters).scores(
-        inputs, U, W, scale, chunk=chunk
-    )
-    return head_sum(c, sigma.value(s), twin_heads(parameters))
+    chosen = selection.choose(engine, inputs, parameters.heads, *parameters)
+    return chosen.values(inputs, parameters, sigma, scale, chunk=chunk)
 
 
 def loss(

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attention_dynamics.models._network import head_sum, twin_heads
 from attention_dynamics.models._pass import Inputs, prepare
 from attention_dynamics.models.activations import Activation
 from attention_dynamics.models.engines import selection
@@ -101,9 +100,7 @@ class Objective:
     @plainly
     def loss(self, parameters: Parameters) -> Float[Tensor, ""]:
         r""":math:`L_n(\phi)`, 0-d."""
-        c, U, W = parameters
-        s = self.engine.scores(self.inputs, U, W, self.scale)
-        values = head_sum(c, self.activation.value(s), twin_heads(parameters))
+        values = self.engine.values(self.inputs, parameters, self.activation, self.scale)
         return (values - self.targets).square().mean()
 
     @plainly

@@ -82,6 +82,8 @@ def test_a_step_and_a_pullback_are_the_gradients(heads, dimension, activation):
         step = FUSED.step(case.inputs, case.parameters, sigma, case.scale, y)
         vjp = FUSED.vjp(case.inputs, case.parameters, sigma, case.scale, y)
         assert error(step[0], f, 0.1) < 1e-12
+        values = FUSED.values(case.inputs, case.parameters, sigma, case.scale)
+        assert torch.equal(values, step[0])
         # A saturated softmax leaves gradients in W far below the terms they are the sum of.
         floors = (0.01, 0.01, 0.01 * steepness(case))
         for got, block, floor in zip(step[1], expected, floors, strict=True):

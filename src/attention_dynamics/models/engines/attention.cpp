@@ -36,8 +36,8 @@ template <class S, int BYTES> class Attention : Features<S, BYTES> {
 
   const Problem& P;
   const long n, T, d, m, tiles, size_W;
-  const bool gradients, whole;  // whole: the features of all heads are kept until f is known
-  const long B, slices, threads;
+  const bool gradients, whole;  // whole: what all heads give is kept until f is known,
+  const long held, B, slices, threads;  // among it the features of `held` tiles
   V *U, *W, *c, *direction, *Z, *C;  // W and Z, or gamma W q and gamma Z q for a fixed query
   S* q;
   std::vector<Worker> workers;
@@ -54,7 +54,7 @@ template <class S, int BYTES> class Attention : Features<S, BYTES> {
       part.c = vectors(tiles), part.U = vectors(tiles * d), part.W = vectors(tiles * size_W);
     for (Worker& k : workers) {
       k.p = vectors(B * d), k.z = vectors(B * d), k.pairs = vectors(2 * TOKENS);
-      k.s = vectors(B), k.features = vectors((whole ? tiles : 1) * B * 2 * d);
+      k.s = vectors(B), k.features = vectors(held * B * 2 * d);
       k.sigma = vectors(whole ? tiles * B : 0), k.factors = vectors(B);
       k.products = numbers(whole ? tiles * L * B : 0), k.q = numbers(B * d);
       k.copies = numbers(P.mask ? B * T * d : 0);
@@ -99,11 +99,11 @@ template <class S, int BYTES> class Attention : Features<S, BYTES> {
   }
   // Features of a block of samples for one tile of heads, and what the mode makes of them.
   void heads(long tile, long j0, long b, Worker& k) const {
-    V* features = k.features + (whole ? tile * B * 2 * d : 0);
+    V* features = k.features + (held > 1 ? tile * B * 2 * d : 0);
     const long step = P.per_sample ? d : 0;
     const V* p = head_queries(W, tile, b, k, k.p);
     const V* z = P.Z ? head_queries(Z, tile, b, k, k.z) : nullptr;
-    const bool scores = P.mode == SCORES;
+    const bool scores = P.mode == SCORES || P.mode == VALUES;
     attend(k.samples, b, d, p, step, U + tile * d, k.pairs, k.s, scores ? nullptr : features);
     for (long j = 0; j < b; ++j) {
       const V s = k.s[j], *a = features + j * 2 * d;
@@ -137,19 +137,18 @@ template <class S, int BYTES> class Attention : Features<S, BYTES> {
   void values(long j0, long b, Worker& k) const {  // f_j and g_j m^{-1/2}
     const S norm = 1 / std::sqrt(S(m));
     for (long j = 0; j < b; ++j) {
-      S g = static_cast<const S*>(P.given)[j0 + j];
-      if (P.mode == STEP) {
-        const S f = norm * Base::pair_sum(k.products + j * tiles * L, m);
-        static_cast<S*>(P.f)[j0 + j] = f;
-        g = 2 / S(n) * (f - g);
-      }
-      k.g[j] = norm * g;
+      S f = 0;
+      if (P.mode != VJP)
+        static_cast<S*>(P.f)[j0 + j] = f = norm * Base::pair_sum(k.products + j * tiles * L, m);
+      if (!gradients) continue;
+      const S given = static_cast<const S*>(P.given)[j0 + j];
+      k.g[j] = norm * (P.mode == STEP ? 2 / S(n) * (f - given) : given);
     }
   }
 
   // What a block adds to the gradients of one tile: sum_j factor_j (a, r q^T), factor = g c sigma'.
   void pull(long tile, long b, Worker& k, const Slice& part) const {
-    V *a = k.features + (whole ? tile * B * 2 * d : 0), *r = a + d;
+    V *a = k.features + (held > 1 ? tile * B * 2 * d : 0), *r = a + d;
     V *grad_U = part.U + tile * d, *grad_W = part.W + tile * size_W;
     V in_c = {};
     for (long j = 0; whole && j < b; ++j) {
@@ -183,7 +182,7 @@ template <class S, int BYTES> class Attention : Features<S, BYTES> {
       }
       if (!whole) continue;
       values(j, b, k);
-      for (long tile = 0; tile < tiles; ++tile) pull(tile, b, k, parts[index]);
+      for (long tile = 0; gradients && tile < tiles; ++tile) pull(tile, b, k, parts[index]);
     }
   }
 
@@ -204,8 +203,8 @@ template <class S, int BYTES> class Attention : Features<S, BYTES> {
   explicit Attention(const Problem& problem)
       : P(problem), n(P.n), T(P.T), d(P.d), m(P.m), tiles((m + L - 1) / L),
         size_W(P.per_sample ? d * d : d), gradients(P.mode >= STEP),
-        whole(P.mode == STEP || P.mode == VJP),
-        B(std::clamp(CACHE / std::max((whole ? tiles : 1) * 2 * d * BYTES, T * d * long(sizeof(S))),
+        whole(P.mode >= VALUES && P.mode <= VJP), held(whole && gradients ? tiles : 1),
+        B(std::clamp(CACHE / std::max(held * 2 * d * BYTES, T * d * long(sizeof(S))),
                      1L, SAMPLES)),
         slices(std::clamp(long(double(n) * T * m * d / WORK), 1L, std::min(n, SLICES))),
         threads(std::clamp(long(P.threads), 1L, slices)),

@@ -6,6 +6,7 @@ nothing again. They agree with each other to rounding; tests hold each against t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, Protocol, TypeVar
@@ -14,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from attention_dynamics.models._network import head_sum, twin_heads
 from attention_dynamics.models._pass import HeadFeatures, Inputs
 from attention_dynamics.models.activations import Activation
 from attention_dynamics.models.parameters import Parameters
@@ -75,6 +77,18 @@ class Engine(Protocol):
         r""":math:`s` and :math:`s' = V \cdot a + r \cdot \gamma Z q`, V (m, d), Z (m, d, d)."""
         ...
 
+    def values(
+        self,
+        inputs: Inputs,
+        parameters: Parameters,
+        sigma: Activation,
+        scale: float,
+        *,
+        chunk: int | None = None,
+    ) -> Float[Tensor, " n"]:
+        r""":math:`f(X_j)`, (n,): exactly 0 where twin heads cancel."""
+        ...
+
     def step(
         self,
         inputs: Inputs,
@@ -100,3 +114,27 @@ class Engine(Protocol):
     ) -> Parameters:
         r""":math:`\sum_j g_j \nabla f(X_j)`."""
         ...
+
+
+class ByScores(ABC):
+    r""":math:`f = m^{-1/2} \sum_i c_i\, \sigma(s_i)` for an engine that knows the scores."""
+
+    @abstractmethod
+    def scores(
+        self, inputs: Inputs, U: Tensor, W: Tensor, scale: float, *, chunk: int | None = None
+    ) -> Float[Tensor, "n m"]:
+        """Only s, without the memory of a and r."""
+
+    def values(
+        self,
+        inputs: Inputs,
+        parameters: Parameters,
+        sigma: Activation,
+        scale: float,
+        *,
+        chunk: int | None = None,
+    ) -> Float[Tensor, " n"]:
+        r""":math:`f(X_j)`, (n,)."""
+        c, U, W = parameters
+        s = self.scores(inputs, U, W, scale, chunk=chunk)
+        return head_sum(c, sigma.value(s), twin_heads(parameters))

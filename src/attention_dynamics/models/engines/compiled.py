@@ -23,13 +23,13 @@ from attention_dynamics.models import _pass
 from attention_dynamics.models._network import head_sum, twin_heads
 from attention_dynamics.models._pass import HeadFeatures, Inputs
 from attention_dynamics.models.activations import Activation
-from attention_dynamics.models.engines.base import plainly
+from attention_dynamics.models.engines.base import ByScores, plainly
 from attention_dynamics.models.parameters import Parameters
 
 _SHAPES_KEPT = 32
 
 
-class Compiled:
+class Compiled(ByScores):
     r""":math:`(s, a, r)` and their pull-back by compiled loops over blocks of samples."""
 
     name = "compiled"

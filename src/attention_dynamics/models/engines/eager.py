@@ -16,13 +16,13 @@ from attention_dynamics.models._network import head_sum, twin_heads
 from attention_dynamics.models._pass import HeadFeatures, Inputs
 from attention_dynamics.models.activations import Activation
 from attention_dynamics.models.engines import few_heads
-from attention_dynamics.models.engines.base import plainly
+from attention_dynamics.models.engines.base import ByScores, plainly
 from attention_dynamics.models.engines.pooling import Directions, Pooling
 from attention_dynamics.models.engines.workspace import WORKSPACE
 from attention_dynamics.models.parameters import Parameters
 
 
-class Eager:
+class Eager(ByScores):
     r""":math:`(s, a, r)` in blocks that stay in the cache; memory does not grow with T."""
 
     name = "eager"

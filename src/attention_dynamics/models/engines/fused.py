@@ -18,10 +18,10 @@ from attention_dynamics.models._network import head_sum, twin_heads
 from attention_dynamics.models._pass import HeadFeatures, Inputs
 from attention_dynamics.models.activations import Activation
 from attention_dynamics.models.engines import native
-from attention_dynamics.models.engines.base import plainly
+from attention_dynamics.models.engines.base import ByScores, plainly
 from attention_dynamics.models.parameters import Parameters
 
-_SCORES, _FEATURES, _SLOPES, _SUMS, _STEP, _VJP, _PULL = range(7)
+_SCORES, _FEATURES, _SLOPES, _SUMS, _VALUES, _STEP, _VJP, _PULL = range(8)
 _INTEGERS = ("mode", "n", "T", "d", "m", "per_sample", "threads")
 _ARRAYS = (
     *("tokens", "query", "mask", "U", "W", "c", "V", "Z", "C", "given"),
@@ -39,7 +39,7 @@ class _Problem(ctypes.Structure):
     )
 
 
-class Fused:
+class Fused(ByScores):
     """The engine of ``attention.cpp``: float32 and float64 on the CPU, any number of threads.
 
     Results are the same bit for bit for every number of threads.
@@ -78,6 +78,23 @@ class Fused:
         s = inputs.tokens.new_empty((inputs.tokens.shape[0], U.shape[0]))
         _call(_SCORES, inputs, scale, U=U, W=W, s=s)
         return s
+
+    def values(
+        self,
+        inputs: Inputs,
+        parameters: Parameters,
+        sigma: Activation,
+        scale: float,
+        *,
+        chunk: int | None = None,
+    ) -> Float[Tensor, " n"]:
+        r""":math:`f(X_j)`, (n,); with tanh no array (n, m) comes into being."""
+        if sigma.value is not torch.tanh:
+            return super().values(inputs, parameters, sigma, scale, chunk=chunk)
+        c, U, W = parameters
+        f = inputs.tokens.new_empty(inputs.tokens.shape[0])
+        _call(_VALUES, inputs, scale, U=U, W=W, c=c, f=f)
+        return f
 
     def slopes(
         self,

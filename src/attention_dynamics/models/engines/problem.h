@@ -7,6 +7,7 @@ enum Mode : int64_t {
   FEATURES,  // s, a, r
   SLOPES,    // s and s' = V.a + r.(gamma Z q)
   SUMS,      // sum_i z_i and sum_i z_i^2, z = C tanh(s) + c tanh'(s) s'
+  VALUES,    // f
   STEP,      // f and the gradients of mean (f_j - y_j)^2, y given
   VJP,       // sum_j g_j grad f_j, g given
   PULL,      // sum_j g_ji grad s_ji, g (n, m) given

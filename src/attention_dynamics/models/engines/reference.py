@@ -19,6 +19,7 @@ from attention_dynamics.models import _pass
 from attention_dynamics.models._network import head_sum, twin_heads
 from attention_dynamics.models._pass import HeadFeatures, Inputs
 from attention_dynamics.models.activations import Activation
+from attention_dynamics.models.engines.base import ByScores
 from attention_dynamics.models.parameters import Parameters
 
 
@@ -30,7 +31,7 @@ class Attended(NamedTuple):
     s: Tensor
 
 
-class Reference:
+class Reference(ByScores):
     r""":math:`(s, a, r)` by einsum; any floating dtype, any device, differentiable."""
 
     name = "reference"

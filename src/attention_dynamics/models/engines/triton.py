@@ -9,12 +9,12 @@ from torch import Tensor
 from attention_dynamics.models import _pass
 from attention_dynamics.models._pass import HeadFeatures, Inputs
 from attention_dynamics.models.activations import Activation
-from attention_dynamics.models.engines.base import plainly
+from attention_dynamics.models.engines.base import ByScores, plainly
 from attention_dynamics.models.engines.triton_launch import Stack, features, pull, refusal, step
 from attention_dynamics.models.parameters import Parameters
 
 
-class Triton:
+class Triton(ByScores):
     """The engine of ``triton_kernel.py``: float32 and float64 on a CUDA device, d <= 24.
 
     Where Triton interprets its kernels (``TRITON_INTERPRET=1``) it takes tensors of the CPU, too.
