@@ -112,7 +112,7 @@ class BoundCalculator:
         if setting.inputs != (1.0, 1.0):
             b, b_q = setting.inputs
             flags.append(f"constants rescaled to tokens of norm <= {b:g}, query <= {b_q:g}")
-        if form == "fast" and kappa >= 1.0 and self.mode != "certificate":
+        if kappa >= 1.0 and self.mode != "certificate":
             form = "paper"
             flags.append(
                 f"kappa = eta G^2 = {kappa:.4g} >= 1: the fast form needs a step size below "

@@ -184,9 +184,12 @@ class ErrorBound:
         return not self.total < self.initial_loss
 
     def table(self) -> pd.DataFrame:
-        """Three terms, average and total, each with its unit, label and probability."""
+        r"""Three terms, average and total, each with its unit, label and probability.
+
+        ``attrs`` holds :math:`\kappa` and the flags: ``kappa``, ``flags``.
+        """
         kinds = (*TERMS, "average", "total")
-        return pd.DataFrame(
+        frame = pd.DataFrame(
             {
                 "value": [getattr(self.terms, kind) for kind in kinds],
                 "unit": [self.unit if kind in TERMS else "loss" for kind in kinds],
@@ -195,3 +198,5 @@ class ErrorBound:
             },
             index=pd.Index(kinds, name="term"),
         )
+        frame.attrs |= {"kappa": self.kappa, "flags": self.flags}
+        return frame

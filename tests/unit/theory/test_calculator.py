@@ -218,6 +218,9 @@ def test_a_step_that_is_too_long_is_flagged_and_given_the_form_that_holds():
     assert "the fast form needs a step size below" in found.flags[0]
     assert found.terms == BoundCalculator(form="paper").bound(long).terms
     assert FAST.bound(SETTING).flags == ()
+    asked = replace(FAST, form="paper").bound(long)
+    assert asked.flags == found.flags
+    assert asked.table().attrs == {"kappa": asked.kappa, "flags": asked.flags}
     with pytest.raises(ValueError, match="expected kappa"):
         FAST.no_projection(long)
 
