@@ -15,6 +15,10 @@ from attention_dynamics.theory.approximation import (
     value_radius,
     value_radius_bound,
 )
+from attention_dynamics.theory.bound_table import (
+    Stops,
+    bound_table,
+)
 from attention_dynamics.theory.bounds import (
     UNIT_BALL,
     IndRNNGradientBounds,
@@ -50,6 +54,15 @@ from attention_dynamics.theory.generalisation import (
     expected_tangent_complexity,
     generalisation_bound,
     tangent_complexity,
+)
+from attention_dynamics.theory.kernel_controls import (
+    linearised_attention_kernel,
+    linearised_features,
+    shared_attention_kernel,
+)
+from attention_dynamics.theory.kernel_flow import (
+    kernel_descent,
+    kernel_flow,
 )
 from attention_dynamics.theory.kernels import (
     Spectrum,
@@ -90,6 +103,11 @@ from attention_dynamics.theory.transport import (
     random_multi_anchor,
     transported_function,
 )
+from attention_dynamics.theory.weight_decay import (
+    decay_without_projection,
+    decayed_form,
+    effective_steps,
+)
 
 __all__ = [
     "KAPPA_STAR",
@@ -114,6 +132,7 @@ __all__ = [
     "Setting",
     "Spectrum",
     "Start",
+    "Stops",
     "TangentKernel",
     "Teacher",
     "TeacherValues",
@@ -127,8 +146,12 @@ __all__ = [
     "bernstein_approximation_bound",
     "block_curvature",
     "block_slope",
+    "bound_table",
     "covariance_trace_bound",
+    "decay_without_projection",
+    "decayed_form",
     "descent_step",
+    "effective_steps",
     "empirical_kernel",
     "empirical_kernel_total",
     "erf_kernel",
@@ -141,10 +164,14 @@ __all__ = [
     "head_smoothness",
     "indrnn_gradient_bounds",
     "input_bounds",
+    "kernel_descent",
+    "kernel_flow",
     "kernel_vector_product",
     "limit_kernel",
     "linearisation_error",
     "linearised",
+    "linearised_attention_kernel",
+    "linearised_features",
     "mean_square_radius",
     "mean_square_radius_bound",
     "network_constants",
@@ -157,6 +184,7 @@ __all__ = [
     "required_steps",
     "required_width",
     "requirement",
+    "shared_attention_kernel",
     "spectrum",
     "steps_without_projection",
     "tangent_complexity",
