@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 import torch
@@ -19,7 +19,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attention_dynamics.data.streams import generator as named_generator
-from attention_dynamics.models import shallow
 from attention_dynamics.models.parameters import Parameters
 from attention_dynamics.models.shallow import ShallowTransformer
 from attention_dynamics.theory.convergence import Decomposition, Ingredients
@@ -49,8 +48,7 @@ def descent_step(
         - 2\eta\langle g_k, \phi_k - \phi^\star\rangle + \eta^2\|g_k\|^2.
 
     Holds for :math:`\phi_{k+1} = \Pi_\Omega(\phi_k - \eta g_k)` and every :math:`\phi^\star` of the
-    convex set :math:`\Omega`, since the projection does not move points apart; for any g. Two
-    consecutive iterates, the gradient of the step between them, and :math:`\phi^\star`.
+    convex set :math:`\Omega`, since the projection does not move points apart; for any g.
 
     Raises ArithmeticError if the inequality fails by more than rounding: the step was no projected
     gradient step with this gradient, or :math:`\phi^\star` lies outside of the set.
@@ -165,15 +163,14 @@ class Trajectory:
         :math:`\sqrt{L_n}` met.
         """
         loss = self.history["loss"]
-        epsilon = self.epsilon
-        approximation = min(self.tangent_error, epsilon)
+        approximation = min(self.tangent_error, self.epsilon)
         total = float(loss.sum())
         squares = float(self.history["step_squared"].sum())
         return Ingredients(
             distance_squared=max(0.0, self.progress),
             gradient_squared=squares / (4 * total) if total > 0 else 0.0,
             approximation=approximation,
-            linearisation=epsilon - approximation,
+            linearisation=self.epsilon - approximation,
             averaging=self.averaging,
             size=math.sqrt(max(float(loss.max()), self.averaged_loss)),
         )
@@ -221,10 +218,6 @@ def record_trajectory(
             "comparison: expected a point of the projection set around the model, got one outside; "
             "raise the radii to the transport norms, or project it"
         )
-    evaluate: dict[str, Any] = {
-        "query": model.query, "activation": model.activation, "scale": model.scale,
-        "mask": training.mask, "validate": False,
-    }  # fmt: skip
     draws = None if config.batch_size is None else _batches(training, config)
     eta, phi, rows = config.eta, initial, []
     outputs, moved = torch.zeros_like(targets), initial.scaled(0.0)
@@ -232,19 +225,20 @@ def record_trajectory(
         loss, gradient = training.loss_and_gradients(phi)
         g = gradient if draws is None else next(draws).loss_and_gradients(phi)[1]
         gap = phi.minus(comparison)
-        f = shallow.forward(phi, training.tokens, **evaluate)
-        slope = shallow.jvp(phi, training.tokens, gap, **evaluate)
+        f, slope = _value_and_slope(training, phi, gap)
         outputs, moved = outputs + f, moved.plus(phi.minus(initial))
         after, reached = region.project_with_norms(phi.minus(g.scaled(eta)))
         step = descent_step(phi, after, g, eta, comparison)
+        squared = float(gradient.inner(gradient))
+        size = math.sqrt(squared * step.before)
         rows.append(
             {
                 "step": k,
                 "loss": float(loss),
-                "gradient_squared": float(gradient.inner(gradient)),
-                "step_squared": float(g.inner(g)),
+                "gradient_squared": squared,
+                "step_squared": squared if draws is None else float(g.inner(g)),
                 "distance_squared": step.before,
-                "descent": _descent(gradient, gap, f - training.targets, slope),
+                "descent": _descent(float(gradient.inner(gap)), size, f - training.targets, slope),
                 "noise": 0.0 if draws is None else float(g.minus(gradient).inner(gap)),
                 "epsilon": _rms(f - slope - training.targets),
                 "slack": step.slack,
@@ -257,8 +251,8 @@ def record_trajectory(
         )
         phi = after
     averaged = initial.plus(moved.scaled(1 / config.steps))
-    f_averaged = shallow.forward(averaged, training.tokens, **evaluate)
     gap = phi.minus(comparison)
+    f_averaged, _ = _value_and_slope(training, averaged, gap)
     return Trajectory(
         initial=initial,
         final=phi,
@@ -273,10 +267,17 @@ def record_trajectory(
     )
 
 
-def _descent(gradient: Parameters, gap: Parameters, residual: Tensor, slope: Tensor) -> float:
+def _value_and_slope(training: Objective, phi: Parameters, v: Parameters) -> tuple[Tensor, Tensor]:
+    r""":math:`f` and :math:`\langle\nabla f, v\rangle` of every sample, in one pass."""
+    s, slope = training.engine.slopes(training.inputs, phi.U, phi.W, v.U, v.W, training.scale)
+    value, first = training.activation.value_and_first(s)
+    terms = v.c * value + phi.c * first * slope
+    return ((phi.c * value).sum(-1) * phi.heads**-0.5, terms.sum(-1) * phi.heads**-0.5)
+
+
+def _descent(found: float, size: float, residual: Tensor, slope: Tensor) -> float:
     """<grad L, gap> of the backward pass, checked against the forward pass."""
-    found, expected = float(gradient.inner(gap)), 2 * float((residual * slope).mean())
-    size = math.sqrt(float(gradient.inner(gradient) * gap.inner(gap)))
+    expected = 2 * float((residual * slope).mean())
     if not abs(found - expected) <= 1e-9 * (size + 2 * _rms(residual) * _rms(slope)):
         raise ArithmeticError(
             f"gradient: <grad L, phi_k - phi*> = {found:.12g}, but the tangent map of f gives "
