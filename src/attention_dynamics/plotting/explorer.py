@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from attention_dynamics.plotting._digits import integer, number, power_of_ten, rounded_up
 
-#: Sliders in the order in which they stand: column, symbol, words.
+#: The sliders in their order, each with its column, symbol and words.
 SLIDERS = (
     ("heads", "m", "heads"),
     ("steps", "τ", "steps"),
@@ -28,7 +28,7 @@ SLIDERS = (
     ("samples", "n", "samples"),
     ("length", "T", "tokens"),
 )
-#: Choices: column, legend, and words for each of its values.
+#: What can be chosen, each with its column, legend and words for the values.
 CHOICES: tuple[tuple[str, str, Mapping[str, str]], ...] = (
     ("version", "Bound", {"book": "fast form of this book", "paper": "dependences of the paper"}),
     ("step_rule", "Step size", {"decreasing": "η = 1/√τ", "constant": "η = {step_size}"}),

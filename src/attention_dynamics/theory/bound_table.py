@@ -35,7 +35,7 @@ VERSIONS: dict[Version, BoundCalculator] = {
 """The calculator as it comes, and the one that depends on D, d and log n as the paper's bound."""
 
 RULES: dict[Rule, float | None] = {"decreasing": None, "constant": 0.02}
-r"""Step sizes: :math:`\eta = 1/\sqrt\tau`, as in the paper, and a constant one."""
+r"""The step size :math:`\eta = 1/\sqrt\tau` of the paper, and a constant one."""
 
 
 @dataclass(frozen=True)
