@@ -140,6 +140,7 @@ class _Draws:
         self.generator, self.points, self.sobol = generator, points, sobol
         self.like = pair.left.tokens
         self.basis = _span(pair)
+        self.buffers: list[SplitBuffer] = []
 
     def __call__(self, *, with_U: bool = True) -> WeightedHeads:
         d, r = self.basis.shape
@@ -181,12 +182,13 @@ def _by_features(pair: KernelPair, draw: _Draws) -> TangentKernel:
     sides = (pair.left,) if pair.symmetric else (pair.left, pair.right)
     width = 3 * pair.left.tokens.shape[-1] // 2 + 1  # of a head's features, in units of head_blocks
     blocks = list(head_blocks(max(pair.shape), draw.points, width, linear.device))
-    buffers = [
-        SplitBuffer(side, pair.sigma, pair.scale, pair.engine, blocks[0].stop) for side in sides
-    ]
+    if not draw.buffers:  # their mean slope is the same for all randomisations
+        draw.buffers = [
+            SplitBuffer(side, pair.sigma, pair.scale, pair.engine, blocks[0].stop) for side in sides
+        ]
     for block in blocks:
         some = heads.select(block)
-        filled = [buffer.fill(some) for buffer in buffers]
+        filled = [buffer.fill(some) for buffer in draw.buffers]
         first, second = filled[0], filled[-1]
         add_gram(linear, first[0], None if pair.symmetric else second[0])
         for K, F, G in zip(kernel, first[1], second[1], strict=False):

@@ -12,6 +12,7 @@ from attention_dynamics.data.tokens import query_vector, unit_ball_tokens
 from attention_dynamics.models import attention
 from attention_dynamics.models.activations import ERF, ERF_PLAIN, TANH, Activation
 from attention_dynamics.models.parameters import independent_initialisation
+from attention_dynamics.theory import _linear_split
 from attention_dynamics.theory._linear_split import mean_slope
 from attention_dynamics.theory.erf_kernel import erf_kernel
 from attention_dynamics.theory.kernels import empirical_kernel
@@ -302,3 +303,20 @@ def test_what_does_not_fit_is_refused(change, error, message):
     options = {"query": "last", "activation": "erf", "generator": generator(0)} | change
     with pytest.raises(error, match=message):
         limit_kernel(tokens_of(), **options)
+
+
+def test_the_mean_slope_is_fitted_once_whatever_the_randomisations(monkeypatch):
+    fits = []
+
+    def counted(*arguments):
+        fits.append(arguments)
+        return mean_slope(*arguments)
+
+    monkeypatch.setattr(_linear_split, "mean_slope", counted)
+    for other, sides in ((None, 1), (tokens_of(seed=1), 2)):
+        fits.clear()
+        limit_kernel(
+            tokens_of(), other, query=query_of("fixed"), generator=generator(0, "fits"),
+            points=16, randomisations=5,
+        )  # fmt: skip
+        assert len(fits) == sides
