@@ -190,6 +190,6 @@ def our_training(problem: Instance, steps: int) -> tuple[Tensor, tuple[Tensor, .
         DescentConfig(steps=steps, step_size=STEP_SIZE, radii=Radii(RADIUS, RADIUS, RADIUS)),
         validation=(data.held_tokens, data.held_targets),
     )
-    columns = ["loss", "validation_loss", "gradient_c", "gradient_U", "gradient_W"]
-    history = torch.tensor(result.history[columns].to_numpy(), dtype=torch.float32)
-    return history, tuple(result.final)
+    names = ("loss", "validation_loss", "gradient_c", "gradient_U", "gradient_W")
+    columns = [torch.tensor(result.history[name].to_numpy(), dtype=torch.float32) for name in names]
+    return torch.stack(columns, dim=1), tuple(result.final)
