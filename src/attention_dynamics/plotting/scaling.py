@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import (
     FixedLocator,
+    LogFormatterSciNotation,
     LogLocator,
     NullLocator,
     ScalarFormatter,
@@ -17,6 +18,8 @@ from matplotlib.ticker import (
 )
 
 from attention_dynamics.plotting.style import COLOURS, MARKERS, label_line
+
+_DECADES = 1e4
 
 
 def plot_scaling(
@@ -64,9 +67,14 @@ def plot_scaling(
     axes.xaxis.set_major_locator(FixedLocator(sizes))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    lower, upper = axes.get_ylim()
+    if upper > _DECADES * lower:  # 1, 2, 5 of every decade would lie over each other
+        axes.yaxis.set_major_locator(LogLocator())
+        axes.yaxis.set_major_formatter(LogFormatterSciNotation())
+    else:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
 
 

@@ -112,3 +112,18 @@ def test_what_cannot_be_drawn_is_refused():
         plot_scaling(figure()[1], {}, against="heads", xlabel="m")
     with pytest.raises(ValueError, match=r"'gain'.*not among \['loss'\]"):
         drawn(guides={"gain": -1.0})
+
+
+@pytest.mark.parametrize("lowest", [0.1, 1e-3, 1e-9])
+def test_the_numbers_on_the_axis_do_not_lie_over_each_other(lowest):
+    points = pd.DataFrame({"heads": [8, 256], "mean": [1.0, lowest]})
+    points = points.assign(lower=points["mean"], upper=points["mean"])
+    drawing, axes = figure(2, height=3.4)
+    plot_scaling(axes[0], {"loss": points}, against="heads", xlabel="m")
+    drawing.canvas.draw()
+    low, high = axes[0].get_window_extent().intervaly
+    boxes = [label.get_window_extent() for label in axes[0].get_yticklabels() if label.get_text()]
+    shown = sorted(box.intervaly.tolist() for box in boxes if low <= box.intervaly.mean() <= high)
+    assert len(shown) > 2
+    for one, other in itertools.pairwise(shown):
+        assert one[1] < other[0]
