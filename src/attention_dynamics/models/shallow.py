@@ -114,7 +114,8 @@ def logit_scale(heads: int, exponent: float) -> float:
 
     :math:`\beta = 0` is the paper's model; below it the kernel part of W vanishes like
     :math:`m^{2\beta}`. The scale 1/m of Wu et al. (2023), Lemma 1, multiplies a product of two
-    Gaussian matrices and is :math:`\beta = -\tfrac12` for the collapsed W. Raises ValueError for another exponent or m < 1.
+    Gaussian matrices and is :math:`\beta = -\tfrac12` for the collapsed W.
+    Raises ValueError for another exponent or m < 1.
     """
     require_integer("heads", heads, minimum=1)
     require_one_of("exponent", exponent, (0, -0.5, -1), remedy="it is the power of m on the logits")
