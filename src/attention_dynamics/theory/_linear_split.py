@@ -78,7 +78,7 @@ def mean_slope(sigma: Activation, largest: float, dtype: torch.dtype) -> Callabl
 def _clenshaw(coefficients: list[float], x: Tensor) -> Tensor:
     later, latest = torch.zeros_like(x), torch.zeros_like(x)
     for c in coefficients[:0:-1]:
-        later, latest = torch.addcmul(c - latest, x, later, value=2), later
+        later, latest = torch.rsub(latest, c).addcmul_(x, later, value=2), later
     return torch.addcmul(coefficients[0] - latest, x, later)
 
 
