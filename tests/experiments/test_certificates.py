@@ -125,3 +125,13 @@ def test_the_interval_of_a_median_is_that_of_the_binomial_law():
 def test_an_unknown_kind_is_refused():
     with pytest.raises(ValueError, match="'sigmoid'"):
         certificates.run(replace(SMALL, activation="sigmoid"), 0)
+
+
+def test_an_instance_that_is_kept_is_left_as_it_was_drawn():
+    config = replace(SMALL, instance="one", descent="ProjSGD")
+    first = certificates.run(config, 1)
+    certificates.run(config, 2)  # the same instance, other batches
+    kept = certificates.run(config, 1)
+    certificates.run(SMALL, 5)  # another instance: the first one is drawn anew
+    pd.testing.assert_frame_equal(first, kept, check_exact=True)
+    pd.testing.assert_frame_equal(first, certificates.run(config, 1), check_exact=True)

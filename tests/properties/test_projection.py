@@ -151,3 +151,11 @@ def test_a_head_on_the_boundary_up_to_rounding_is_active():
     for share, active in ((1 - 1e-7, HEADS), (1 - 1e-3, 0)):
         moved = centre().c + share * limit
         assert region.active(centre()._replace(c=moved)) == (active, 0, 0)
+
+
+def test_what_comes_back_from_inside_shares_no_memory():
+    region = ProjectionSet(centre(), Radii(10.0, 10.0, 10.0))
+    phi = around(1, 0.1)
+    for block, projected in zip(phi, region.project(phi), strict=True):
+        assert torch.equal(block, projected)
+        assert block.data_ptr() != projected.data_ptr()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -108,7 +109,8 @@ def run(config: Config, seed: int, device: str = "cpu") -> pd.DataFrame:
     Raises ValueError if a field of the configuration is out of its range, ArithmeticError if a
     step violates the descent inequality.
     """
-    instance = draw(config, 0 if config.instance == "one" else seed, device)
+    # Of a repeated instance the last draw is kept: nothing below changes it.
+    instance = _drawn_once(config, 0 if config.instance == "one" else seed, device)
     return rows_of(NAME, config, seed, _measured(instance, trajectory(instance, config, seed)))
 
 
@@ -150,6 +152,9 @@ def draw(config: Config, seed: int, device: str = "cpu") -> Instance:
     moved = initial.plus(v(initial).scaled(m**-0.5))
     comparison = ProjectionSet(initial, radii).project(moved)
     return Instance(model, tokens, targets, comparison, radii, tau, eta)
+
+
+_drawn_once = lru_cache(maxsize=1)(draw)
 
 
 def trajectory(instance: Instance, config: Config, seed: int) -> Trajectory:

@@ -21,6 +21,7 @@ from torch import Tensor
 from attention_dynamics.data.streams import generator as named_generator
 from attention_dynamics.models.parameters import Parameters
 from attention_dynamics.models.shallow import ShallowTransformer
+from attention_dynamics.theory._measured import checked_descent, norm, rms, value_and_slope
 from attention_dynamics.theory.convergence import Decomposition, Ingredients
 from attention_dynamics.training.descent import DescentConfig
 from attention_dynamics.training.objective import Objective
@@ -54,13 +55,26 @@ def descent_step(
     gradient step with this gradient, or :math:`\phi^\star` lies outside of the set.
     """
     gap, next_gap = before.minus(comparison), after.minus(comparison)
-    D, D_next = float(gap.inner(gap)), float(next_gap.inner(next_gap))
-    squared = float(gradient.inner(gradient))
-    bound = D - 2 * step_size * float(gradient.inner(gap)) + step_size**2 * squared
-    size = sum(math.sqrt(float(phi.inner(phi))) for phi in (before, after, comparison))
+    size = sum(norm(phi) for phi in (before, after, comparison))
+    return _checked_step(
+        float(gap.inner(gap)),
+        float(next_gap.inner(next_gap)),
+        float(gradient.inner(gap)),
+        float(gradient.inner(gradient)),
+        step_size,
+        size,
+        torch.finfo(before.dtype).eps,
+    )
+
+
+def _checked_step(
+    D: float, D_next: float, along: float, squared: float, step_size: float, size: float, eps: float
+) -> DescentStep:
+    """The inequality from inner products; ``size`` is the sum of the norms of three points."""
+    bound = D - 2 * step_size * along + step_size**2 * squared
     stride = step_size * math.sqrt(squared)
     lengths = math.sqrt(D) + math.sqrt(D_next) + stride
-    rounding = 64 * torch.finfo(before.dtype).eps * (size + stride) * lengths
+    rounding = 64 * eps * (size + stride) * lengths
     if not D_next <= bound + rounding:
         raise ArithmeticError(
             f"descent: |phi_(k+1) - phi*|^2 = {D_next:.12g} exceeds its bound {bound:.12g}; either "
@@ -221,26 +235,34 @@ def record_trajectory(
     draws = None if config.batch_size is None else _batches(training, config)
     eta, phi, rows = config.eta, initial, []
     outputs, moved = torch.zeros_like(targets), initial.scaled(0.0)
+    # Each inner product is taken once: those of the next iterate serve the next step too.
+    eps, star_size = torch.finfo(initial.dtype).eps, norm(comparison)
+    gap = initial.minus(comparison)
+    D, phi_size = float(gap.inner(gap)), norm(initial)
     for k in range(config.steps):
         loss, gradient = training.loss_and_gradients(phi)
         g = gradient if draws is None else next(draws).loss_and_gradients(phi)[1]
-        gap = phi.minus(comparison)
-        f, slope = _value_and_slope(training, phi, gap)
+        f, slope = value_and_slope(training, phi, gap)
         outputs, moved = outputs + f, moved.plus(phi.minus(initial))
+        squared, along = float(gradient.inner(gradient)), float(gradient.inner(gap))
+        g_squared, g_along = squared, along
+        if draws is not None:
+            g_squared, g_along = float(g.inner(g)), float(g.inner(gap))
         after, reached = region.project_with_norms(phi.minus(g.scaled(eta)))
-        step = descent_step(phi, after, g, eta, comparison)
-        squared = float(gradient.inner(gradient))
-        size = math.sqrt(squared * step.before)
+        next_gap, after_size = after.minus(comparison), norm(after)
+        D_next, sizes = float(next_gap.inner(next_gap)), phi_size + after_size + star_size
+        step = _checked_step(D, D_next, g_along, g_squared, eta, sizes, eps)
+        size = math.sqrt(squared * D)
         rows.append(
             {
                 "step": k,
                 "loss": float(loss),
                 "gradient_squared": squared,
-                "step_squared": squared if draws is None else float(g.inner(g)),
-                "distance_squared": step.before,
-                "descent": _descent(float(gradient.inner(gap)), size, f - training.targets, slope),
+                "step_squared": g_squared,
+                "distance_squared": D,
+                "descent": checked_descent(along, size, f - training.targets, slope),
                 "noise": 0.0 if draws is None else float(g.minus(gradient).inner(gap)),
-                "epsilon": _rms(f - slope - training.targets),
+                "epsilon": rms(f - slope - training.targets),
                 "slack": step.slack,
                 "active": sum(
                     int((norms > limit).sum())
@@ -249,10 +271,9 @@ def record_trajectory(
                 ),
             }
         )
-        phi = after
+        phi, gap, D, phi_size = after, next_gap, D_next, after_size
     averaged = initial.plus(moved.scaled(1 / config.steps))
-    gap = phi.minus(comparison)
-    f_averaged, _ = _value_and_slope(training, averaged, gap)
+    f_averaged, _ = value_and_slope(training, averaged, gap)
     return Trajectory(
         initial=initial,
         final=phi,
@@ -261,29 +282,10 @@ def record_trajectory(
         history=pd.DataFrame(rows),
         step_size=eta,
         stochastic=draws is not None,
-        final_distance_squared=float(gap.inner(gap)),
-        averaging=_rms(f_averaged - outputs / config.steps),
+        final_distance_squared=D,
+        averaging=rms(f_averaged - outputs / config.steps),
         averaged_loss=float((f_averaged - training.targets).square().mean()),
     )
-
-
-def _value_and_slope(training: Objective, phi: Parameters, v: Parameters) -> tuple[Tensor, Tensor]:
-    r""":math:`f` and :math:`\langle\nabla f, v\rangle` of every sample, in one pass."""
-    s, slope = training.engine.slopes(training.inputs, phi.U, phi.W, v.U, v.W, training.scale)
-    value, first = training.activation.value_and_first(s)
-    terms = v.c * value + phi.c * first * slope
-    return ((phi.c * value).sum(-1) * phi.heads**-0.5, terms.sum(-1) * phi.heads**-0.5)
-
-
-def _descent(found: float, size: float, residual: Tensor, slope: Tensor) -> float:
-    """<grad L, gap> of the backward pass, checked against the forward pass."""
-    expected = 2 * float((residual * slope).mean())
-    if not abs(found - expected) <= 1e-9 * (size + 2 * _rms(residual) * _rms(slope)):
-        raise ArithmeticError(
-            f"gradient: <grad L, phi_k - phi*> = {found:.12g}, but the tangent map of f gives "
-            f"{expected:.12g}; this is the gradient of another function than the loss"
-        )
-    return found
 
 
 def _batches(training: Objective, config: DescentConfig) -> Iterator[Objective]:
@@ -293,7 +295,3 @@ def _batches(training: Objective, config: DescentConfig) -> Iterator[Objective]:
     while True:
         index = torch.randint(samples, (size,), generator=stream, device="cpu")  # type: ignore[arg-type]
         yield training.rows(index.to(training.targets.device))
-
-
-def _rms(values: Tensor) -> float:
-    return math.sqrt(float(values.square().mean()))

@@ -174,6 +174,8 @@ def _project_block(block: Tensor, centre: Tensor, limit: float | None) -> tuple[
     if limit is None:
         return block, norms
     outside = norms > limit
+    if outside.device.type == "cpu" and not outside.any():  # elsewhere looking costs a wait
+        return block.clone(), norms
     # Heads inside keep their value: centre + (block - centre) would round.
     shape = (-1,) + (1,) * (block.ndim - 1)
     factor = torch.where(outside, limit / norms, torch.ones_like(norms)).reshape(shape)
