@@ -206,10 +206,10 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
 def expected_bound(table: pd.DataFrame) -> float:
     r"""
     .. math:: \mathbb E\,\tfrac1\tau\sum_k L_k \le X^2, \qquad X = \tfrac12\bigl(\bar\epsilon
-        + \sqrt{\bar\epsilon^2 + \mathbb E\,B_0/(\eta\tau)}\bigr), \quad
+        + \sqrt{\bar\epsilon^2 + \mathbb E\,H_0/(\eta\tau)}\bigr), \quad
         \bar\epsilon^2 = \mathbb E\,\epsilon^2,
 
-    :math:`B_0 = D_0 - D_\tau + \eta^2\sum_k\|g_k\|^2` without the noise sum, whose expectation
+    :math:`H_0 = D_0 - D_\tau + \eta^2\sum_k\|g_k\|^2` without the noise sum, whose expectation
     is 0. Expectations are means over the rows.
     """
     epsilon, start = table["epsilon_squared"].mean(), table["plain_budget"].mean()

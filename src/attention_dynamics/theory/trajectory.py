@@ -138,22 +138,22 @@ class Trajectory:
 
     def certificate(self) -> Decomposition:
         r"""
-        .. math:: x \le \tfrac12\Bigl(\epsilon + \sqrt{\epsilon^2 + B/(\eta\tau)}\Bigr), \qquad
-            B = D_0 - D_\tau + \eta^2\sum_k\|g_k\|^2
+        .. math:: x \le \tfrac12\Bigl(\epsilon + \sqrt{\epsilon^2 + H/(\eta\tau)}\Bigr), \qquad
+            H = D_0 - D_\tau + \eta^2\sum_k\|g_k\|^2
             - 2\eta\sum_k\langle g_k - \nabla L_k, \phi_k - \phi^\star\rangle, \\
             \tfrac1\tau\sum_k L_k = x^2, \qquad \sqrt{L_n(\bar\phi)} \le x
             + \mathrm{rms}\bigl(f(\bar\phi) - \tfrac1\tau\textstyle\sum_k f(\phi_k)\bigr).
 
         :math:`\epsilon_k = \mathrm{rms}(f(\phi_k)
         + \langle\nabla f(\phi_k), \phi^\star - \phi_k\rangle - y)` is the error of the tangent
-        model *at* :math:`\phi_k`. For ProjSGD the last sum of B, whose expectation is 0, makes the
+        model *at* :math:`\phi_k`. For ProjSGD the last sum of H, whose expectation is 0, makes the
         bound hold for the very run. It needs neither :math:`\kappa < 1` nor a positive Gram matrix.
 
         Proof: :math:`\langle\nabla L_k, \phi_k - \phi^\star\rangle \ge
         2 L_k - 2\sqrt{L_k}\epsilon_k`; sum the descent inequality, with
         :math:`\frac1\tau\sum_k\sqrt{L_k}\epsilon_k \le x\epsilon`; then Jensen for the average of
         the residuals. The terms of the result, in the unit of f, are
-        :math:`\sqrt{B/(4\eta\tau)}`, :math:`\min(\epsilon_0, \epsilon)` and the rest.
+        :math:`\sqrt{H/(4\eta\tau)}`, :math:`\min(\epsilon_0, \epsilon)` and the rest.
         """
         budget = self.progress + self.step_size**2 * float(self.history["step_squared"].sum())
         head_start = budget / (self.step_size * self.steps)
