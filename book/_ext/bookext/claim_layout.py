@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .statements import Claim, Page
 
-COLUMN, GUTTER, SHELF = 178.0, 36.0, 4  # width of a column, space between two, columns side by side
+COLUMN, GUTTER, SHELF = 178.0, 36.0, 3  # width of a column, space between two, columns side by side
 LINE, PADDING, GAP = 16.0, 6.5, 7.0  # of the text in a node, around it, between two nodes
 FONT = 13.0
 TEXT_LEFT, TEXT_RIGHT = 27.0, 9.0  # where the text starts in a node; what stays free after it
