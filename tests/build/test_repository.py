@@ -6,10 +6,12 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
 from small_book import REPOSITORY
 
 MODULES = sorted((REPOSITORY / "src").rglob("*.py"))
@@ -59,6 +61,20 @@ def test_the_commands_of_the_readme_exist() -> None:
 def test_modules_stay_short(module: Path) -> None:
     lines = len(module.read_text("utf8").splitlines())
     assert lines <= 300, f"{module.relative_to(REPOSITORY)} has {lines} lines: split it by concept"
+
+
+def test_every_pin_installs_on_the_oldest_python_of_the_readme() -> None:
+    [oldest] = re.findall(
+        r"Python (\d\.\d+) or newer", (REPOSITORY / "README.md").read_text("utf8")
+    )
+    for package, version in pinned("constraints.txt").items():
+        try:
+            found = metadata.metadata(package)
+        except metadata.PackageNotFoundError:  # for another machine, says its marker
+            continue
+        if found["Version"].partition("+")[0] == version and found["Requires-Python"]:
+            supported = SpecifierSet(found["Requires-Python"])
+            assert supported.contains(f"{oldest}.0"), f"{package} {version} needs {supported}"
 
 
 def test_every_requirement_is_pinned_and_frozen() -> None:
