@@ -2,7 +2,8 @@ r"""Estimates over seeds: t-intervals and log-log slopes. Knows nothing of any t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +113,26 @@ def slope_estimate(
 ) -> Estimate:
     """The mean over seeds of :func:`slopes_by_seed`, with its t-interval."""
     return t_interval(slopes_by_seed(frame, quantity, against), confidence)
+
+
+def slope_table(bands: Mapping[str, Band], slope: Callable[[str], Estimate]) -> pd.DataFrame:
+    """The slope of each quantity with its interval, beside its band; an open side is infinite."""
+    records = []
+    for quantity, band in bands.items():
+        found = slope(quantity)
+        records.append(
+            {
+                "quantity": quantity,
+                "slope": found.mean,
+                "lower": found.lower,
+                "upper": found.upper,
+                "seeds": found.seeds,
+                "band_lower": -math.inf if band.lower is None else band.lower,
+                "band_upper": math.inf if band.upper is None else band.upper,
+                "inside": band.contains(found),
+            }
+        )
+    return pd.DataFrame(records)
 
 
 def geometric_means(

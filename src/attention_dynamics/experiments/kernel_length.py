@@ -13,7 +13,6 @@ differs from sample to sample, or means that do, keep the samples apart. The ban
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,7 +21,13 @@ import torch
 from torch import Tensor
 
 from attention_dynamics.data import Law, generator, query_vector, unit_ball_tokens
-from attention_dynamics.experiments.estimates import Band, Estimate, Profile, slope_estimate
+from attention_dynamics.experiments.estimates import (
+    Band,
+    Estimate,
+    Profile,
+    slope_estimate,
+    slope_table,
+)
 from attention_dynamics.experiments.shape import columns_of, rows_of
 from attention_dynamics.models.attention import Query
 from attention_dynamics.theory.kernels import spectrum
@@ -87,22 +92,7 @@ def estimate(frame: pd.DataFrame, quantity: str) -> Estimate:
 
 def summarise(frame: pd.DataFrame) -> pd.DataFrame:
     """Log-log slopes against the length, mean and 95 % t-interval over seeds, and their bands."""
-    records = []
-    for quantity, band in BANDS.items():
-        slope = estimate(frame, quantity)
-        records.append(
-            {
-                "quantity": quantity,
-                "slope": slope.mean,
-                "lower": slope.lower,
-                "upper": slope.upper,
-                "seeds": slope.seeds,
-                "band_lower": -math.inf if band.lower is None else band.lower,
-                "band_upper": math.inf if band.upper is None else band.upper,
-                "inside": band.contains(slope),
-            }
-        )
-    return pd.DataFrame(records)
+    return slope_table(BANDS, lambda quantity: estimate(frame, quantity))
 
 
 def _kernel(config: Config, seed: int, case: str, device: str) -> Tensor:

@@ -17,7 +17,6 @@ initialisation the second-order term vanishes along tangent directions, which le
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from attention_dynamics.data import Law, generator, query_vector, unit_ball_tokens
-from attention_dynamics.experiments.estimates import Band, Profile, slope_estimate
+from attention_dynamics.experiments.estimates import Band, Profile, slope_estimate, slope_table
 from attention_dynamics.experiments.shape import columns_of, rows_of
 from attention_dynamics.models import shallow
 from attention_dynamics.models.parameters import Parameters, symmetric_initialisation
@@ -160,22 +159,8 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
 
     Slopes against the radius use the radii up to :data:`SMALL_RADIUS`.
     """
-    records = []
-    for quantity, band in BANDS.items():
-        slope = slope_estimate(within_range(frame), quantity, AGAINST)
-        records.append(
-            {
-                "quantity": quantity,
-                "slope": slope.mean,
-                "lower": slope.lower,
-                "upper": slope.upper,
-                "seeds": slope.seeds,
-                "band_lower": -math.inf if band.lower is None else band.lower,
-                "band_upper": math.inf if band.upper is None else band.upper,
-                "inside": band.contains(slope),
-            }
-        )
-    return pd.DataFrame(records)
+    fitted = within_range(frame)
+    return slope_table(BANDS, lambda quantity: slope_estimate(fitted, quantity, AGAINST))
 
 
 def within_range(frame: pd.DataFrame) -> pd.DataFrame:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from attention_dynamics.data import Law, generator, query_vector, unit_ball_tokens
-from attention_dynamics.experiments.estimates import Band, Profile, slope_estimate
+from attention_dynamics.experiments.estimates import Band, Profile, slope_estimate, slope_table
 from attention_dynamics.experiments.shape import columns_of, rows_of
 from attention_dynamics.models import shallow
 from attention_dynamics.models.attention import Query
@@ -127,22 +127,7 @@ def run(config: Config, seed: int, device: str = "cpu") -> pd.DataFrame:
 
 def summarise(frame: pd.DataFrame) -> pd.DataFrame:
     """Log-log slopes against the width, mean and 95 % t-interval over seeds, beside their bands."""
-    records = []
-    for quantity, band in BANDS.items():
-        slope = slope_estimate(frame, quantity, AGAINST)
-        records.append(
-            {
-                "quantity": quantity,
-                "slope": slope.mean,
-                "lower": slope.lower,
-                "upper": slope.upper,
-                "seeds": slope.seeds,
-                "band_lower": -math.inf if band.lower is None else band.lower,
-                "band_upper": math.inf if band.upper is None else band.upper,
-                "inside": band.contains(slope),
-            }
-        )
-    return pd.DataFrame(records)
+    return slope_table(BANDS, lambda quantity: slope_estimate(frame, quantity, AGAINST))
 
 
 class _Problem(NamedTuple):
