@@ -56,18 +56,29 @@ def require_shape(
             f"{name}: expected a torch.Tensor of shape {_symbolic(symbols)}, "
             f"got {type(value).__name__}; convert it with torch.as_tensor"
         )
-    known = {symbol: size for symbol, size in (sizes or {}).items() if symbol in symbols}
+    known = sizes or {}
     fits = value.ndim == len(symbols) and all(
         known.get(symbol, size) == size for symbol, size in zip(symbols, value.shape, strict=True)
     )
     if not fits:
-        where = ", ".join(f"{symbol} = {size}" for symbol, size in known.items())
-        raise ValueError(
-            f"{name}: expected shape {_symbolic(symbols)}"
-            + (f" with {where}" if where else "")
-            + f", got {describe_shape(value.shape)}"
-            + (f"; {remedy}" if remedy else "")
-        )
+        raise ValueError(_expected(name, value, symbols, sizes, remedy))
+
+
+def require_matrix(
+    name: str,
+    value: Tensor,
+    symbols: Sequence[str],
+    sizes: dict[str, int] | None = None,
+    *,
+    remedy: str = "",
+) -> None:
+    """Check the last axes of ``value`` as :func:`require_shape` does; any axes may lead them."""
+    ndim = value.ndim if isinstance(value, Tensor) else 0
+    leading = [f"*{axis}" for axis in range(ndim - len(symbols))]
+    try:
+        require_shape(name, value, [*leading, *symbols], sizes, remedy=remedy)
+    except ValueError:
+        raise ValueError(_expected(name, value, ["*batch", *symbols], sizes, remedy)) from None
 
 
 def require_floating(name: str, value: Tensor, dtype: torch.dtype | None = None) -> None:
@@ -169,6 +180,18 @@ def require_cpu_generator(generator: torch.Generator) -> None:
             "are sampled on the CPU and then moved, so that every device sees the same ones: "
             "use torch.Generator() and pass device= for the result"
         )
+
+
+def _expected(
+    name: str, value: Tensor, symbols: Sequence[str], sizes: dict[str, int] | None, remedy: str
+) -> str:
+    where = ", ".join(f"{s} = {size}" for s, size in (sizes or {}).items() if s in symbols)
+    return (
+        f"{name}: expected shape {_symbolic(symbols)}"
+        + (f" with {where}" if where else "")
+        + f", got {describe_shape(value.shape)}"
+        + (f"; {remedy}" if remedy else "")
+    )
 
 
 def _symbolic(symbols: Sequence[str]) -> str:

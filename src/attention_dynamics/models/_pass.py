@@ -138,11 +138,16 @@ def blocks(inputs: Inputs, heads: int, chunk: int | None) -> Iterator[slice]:
     """
     samples, length, dimension = inputs.tokens.shape
     if chunk is None:
-        elements = _CPU_BLOCK if inputs.tokens.device.type == "cpu" else _ACCELERATOR_BLOCK
+        elements = block_elements(inputs.tokens.device)
         width = length if inputs.query.ndim == 1 else max(length, dimension)
         chunk = max(1, elements // (width * heads))
     for start in range(0, samples, chunk):
         yield slice(start, start + chunk)
+
+
+def block_elements(device: torch.device) -> int:
+    """Elements of an array of one block of samples."""
+    return _CPU_BLOCK if device.type == "cpu" else _ACCELERATOR_BLOCK
 
 
 def head_queries(W: Tensor, query: Tensor, scale: float) -> Tensor:
