@@ -120,18 +120,24 @@ def as_heads(vectors: Tensor, shared: bool) -> Tensor:
 
 
 def require_arguments(
-    factors: Factors, queries: Tensor, contexts: Tensor, targets: Tensor | None
+    factors: Factors | None, queries: Tensor, contexts: Tensor, targets: Tensor | None
 ) -> None:
-    factors.require_valid()
-    outputs, context_dimension = factors.A.shape[-2:]
-    require_matrix("queries", queries, ("n", "d"), {"d": factors.B.shape[-2]})
-    samples = queries.shape[-2]
+    """Check shapes, dtypes and entries; ``factors`` fix the sizes d, k and m where they are given.
+
+    Raises ValueError or TypeError.
+    """
+    require_matrix("queries", queries, ("n", "d"))
+    sizes = {"n": queries.shape[-2]}
+    if factors is not None:
+        factors.require_valid()
+        sizes |= {"m": factors.A.shape[-2], "d": factors.B.shape[-2], "k": factors.A.shape[-1]}
+    require_matrix("queries", queries, ("n", "d"), sizes)
     own = isinstance(contexts, Tensor) and contexts.ndim == queries.ndim + 1
     require_matrix(
         "contexts",
         contexts,
         ("n", "T", "k") if own else ("T", "k"),
-        {"n": samples, "k": context_dimension},
+        sizes,
         remedy="a shared context has as many axes as the queries, contexts of one sample each have "
         "one axis more",
     )
@@ -141,12 +147,13 @@ def require_arguments(
             f"{queries.ndim + 1} (one context a sample), as the queries have {queries.ndim}, "
             f"got shape {describe_shape(contexts.shape)}"
         )
+    dtype = queries.dtype if factors is None else factors.A.dtype
     named = {"queries": queries, "contexts": contexts}
     if targets is not None:
-        require_matrix("targets", targets, ("n", "m"), {"n": samples, "m": outputs})
+        require_matrix("targets", targets, ("n", "m"), sizes)
         named["targets"] = targets
     for name, value in named.items():
-        require_floating(name, value, factors.A.dtype)
+        require_floating(name, value, dtype)
         require_finite(name, value)
         if 0 in value.shape:
             raise ValueError(
