@@ -7,10 +7,10 @@ For each width m, exponent p and seed, with tokens and targets shared by all cel
 2. after descent with the same relative step size :math:`\eta = \text{step\_fraction} \cdot n / (2
    \lambda_{\max}(K))`, how far the attention matrices moved, and the loss.
 
-The entries of :math:`W_Q^\top W_K` are sums of m independent products, of size :math:`\sqrt m/d`,
-hence logits of size :math:`m^{1/2-p}`. A gradient in :math:`W_Q` is :math:`m^{-p} W_K C^\top` with C
-free of m: its square grows like :math:`m^{1-2p}`, and so does what a step changes in the logits. The
-bands say so and were fixed before any run.
+The entries of :math:`W_Q^\top W_K` are sums of m independent products, of size
+:math:`\sqrt m/d`, hence logits of size :math:`m^{1/2-p}`. A gradient in :math:`W_Q` is
+:math:`m^{-p} W_K C^\top` with C free of m: its square grows like :math:`m^{1-2p}`, and so does what
+a step changes in the logits. The bands say so and were fixed before any run.
 """
 
 from __future__ import annotations
