@@ -22,6 +22,7 @@ from attention_dynamics.validation import (
     require_floating,
     require_integer,
     require_number,
+    require_one_of,
 )
 
 BLOCKS = ("Q", "K", "V", "W1", "W2")
@@ -206,6 +207,14 @@ def require_parameters(
             f"tokens: expected leading axes that broadcast with {describe_shape(leading)} of the "
             f"parameters, got {describe_shape(tokens.shape[:-3])}; use one axis for the seeds"
         ) from None
+
+
+def require_blocks(blocks: Sequence[str]) -> None:
+    """Check names of blocks: at least one, each of Q, K, V, W1, W2."""
+    if not blocks or isinstance(blocks, str):
+        raise ValueError(f"blocks: expected a list of names out of {BLOCKS}, got {blocks!r}")
+    for name in blocks:
+        require_one_of("blocks", name, BLOCKS)
 
 
 def require_targets(targets: Tensor, tokens: Tensor, *, name: str = "targets") -> None:
