@@ -6,7 +6,7 @@ Each cell draws tokens and weights of variance 1/rows and computes the two condi
 1. ``"defaults"``: two sequences of four tokens in 32 dimensions (``size`` is not read);
 2. ``"length"`` T, ``"dimension"`` d, ``"value_scale"`` of :math:`W_V`, ``"logit_scale"``;
 3. ``"spread"``: tokens :math:`\sqrt{1-\epsilon}\,g + \sqrt\epsilon\,h_t` with a common part g;
-4. ``"angle"``: :math:`\sin\theta` over its limit :math:`1 - 2M/d`, one sequence of M = d/8 tokens;
+4. ``"angle"``: :math:`\sin\vartheta` over its limit :math:`1 - 2T/d`, one sequence of d/8 tokens;
 5. ``"rank"``: :math:`\sigma_2, \sigma_4, \sigma_7` of the attention matrix against the logit scale
    at :math:`d_k = 2`.
 
@@ -132,7 +132,7 @@ PROFILES = {
     ),
 }
 
-_LIMIT = "limit 1 - 2M/d, deviations of order d^(-2/3)"
+_LIMIT = "limit 1 - 2T/d, deviations of order d^(-2/3)"
 _HELPS = "a residual helps at every size"
 BANDS = {
     "with_by_defaults": Band(2.0, 4.0, "measured once before, on other draws"),

@@ -2,8 +2,8 @@ r"""Conditioning of the attention output :math:`Z = A X W_V + r_a X`, tokens as 
 
 Four facts: the singular values of Z (:func:`attention_spectrum`); how many of those of A are not
 small (:func:`softmax_rank_bound`); what a residual guarantees for every matrix A whatsoever
-(:func:`angle_bound`), and which A it guarantees no more for (:func:`worst_attention`). M rows are
-the tokens of all sequences, A is then block diagonal.
+(:func:`angle_bound`), and which A it guarantees no more for (:func:`worst_attention`). Rows are the
+nT tokens of all sequences; A is then block diagonal.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from attention_dynamics.validation import (
 
 
 class AttentionSpectrum(NamedTuple):
-    r"""Singular values in falling order, (..., min(M, d)), and what conditioning needs of them.
+    r"""Singular values in falling order, (..., min(nT, d)), and what conditioning needs of them.
 
-    ``smallest`` is the M-th singular value, 0 if there are more rows than columns; ``condition`` is
-    ``largest / smallest``, infinite where the rows are dependent. Each (...).
+    ``smallest`` is the nT-th singular value, 0 if there are more rows than columns; ``condition``
+    is ``largest / smallest``, infinite where the rows are dependent. Each (...).
     """
 
     singular_values: Float[Tensor, "*batch r"]
@@ -46,10 +46,10 @@ class RankBound(NamedTuple):
     remainder: float
 
 
-def attention_spectrum(output: Float[Tensor, "*batch M d"]) -> AttentionSpectrum:
+def attention_spectrum(output: Float[Tensor, "*batch nT d"]) -> AttentionSpectrum:
     r"""
-    .. math:: \sigma_1(Z) \ge \dots \ge \sigma_M(Z), \qquad
-        \kappa(Z) = \frac{\sigma_1(Z)}{\sigma_M(Z)} .
+    .. math:: \sigma_1(Z) \ge \dots \ge \sigma_{nT}(Z), \qquad
+        \operatorname{cond}(Z) = \frac{\sigma_1(Z)}{\sigma_{nT}(Z)} .
 
     Rows are tokens: stack the sequences first, (n, T, d) to (nT, d). A matrix that is singular in
     exact arithmetic has, as a rule, a condition number above 1e15 here, not infinity. Raises
@@ -65,10 +65,10 @@ def attention_spectrum(output: Float[Tensor, "*batch M d"]) -> AttentionSpectrum
 
 
 def principal_sine(
-    tokens: Float[Tensor, "*batch M d"], value: Float[Tensor, "*batch d d"]
+    tokens: Float[Tensor, "*batch nT d"], value: Float[Tensor, "*batch d d"]
 ) -> Float[Tensor, "*batch"]:
     r"""
-    .. math:: \sin\theta = \min_{p \in \mathcal X,\ \|p\| = 1} \operatorname{dist}(p,
+    .. math:: \sin\vartheta = \min_{p \in \mathcal X,\ \|p\| = 1} \operatorname{dist}(p,
         W_V^\top \mathcal X), \qquad \mathcal X = \operatorname{row}(X),
 
     the sine of the smallest principal angle between the row space of the tokens and its image under
@@ -88,40 +88,40 @@ def principal_sine(
 
 
 def angle_bound(
-    tokens: Float[Tensor, "*batch M d"], value: Float[Tensor, "*batch d d"]
+    tokens: Float[Tensor, "*batch nT d"], value: Float[Tensor, "*batch d d"]
 ) -> Float[Tensor, "*batch"]:
     r"""
-    .. math:: \sigma_M(X + A X W_V) \ge \sigma_M(X)\, \sin\theta
-        \quad\text{for every matrix } A \in \mathbb R^{M \times M},
+    .. math:: \sigma_{nT}(X + A X W_V) \ge \sigma_{nT}(X)\, \sin\vartheta
+        \quad\text{for every matrix } A \in \mathbb R^{nT \times nT},
 
-    with :func:`principal_sine`. Returns (...); 0 if M > d. Raises ValueError for shapes that do not
-    fit.
+    with :func:`principal_sine`. Returns (...); 0 if nT > d. Raises ValueError for shapes that do
+    not fit.
     """
     return attention_spectrum(tokens).smallest * principal_sine(tokens, value)
 
 
 def worst_attention(
-    tokens: Float[Tensor, "*batch M d"], value: Float[Tensor, "*batch d d"]
-) -> Float[Tensor, "*batch M M"]:
+    tokens: Float[Tensor, "*batch nT d"], value: Float[Tensor, "*batch d d"]
+) -> Float[Tensor, "*batch nT nT"]:
     r"""
-    .. math:: A_\star = -X (X W_V)^+, \qquad X + A_\star X W_V = X P, \qquad
-        \sigma_M(X P) = \min_A \sigma_M(X + A X W_V),
+    .. math:: A_\star = -X (X W_V)^+, \qquad X + A_\star X W_V = X \Pi, \qquad
+        \sigma_{nT}(X \Pi) = \min_A \sigma_{nT}(X + A X W_V),
 
-    with P the projection along :math:`W_V^\top \operatorname{row}(X)`: the matrix for which a
-    residual guarantees least. It is no softmax matrix as a rule. Returns (..., M, M).
+    with :math:`\Pi` the projection along :math:`W_V^\top \operatorname{row}(X)`: the matrix for which a
+    residual guarantees least. It is no softmax matrix as a rule. Returns (..., nT, nT).
     """
     tokens, value = _pair(tokens, value)
     return -tokens @ torch.linalg.pinv(tokens @ value)
 
 
 def condition_bound(
-    tokens: Float[Tensor, "*batch M d"],
+    tokens: Float[Tensor, "*batch nT d"],
     value: Float[Tensor, "*batch d d"],
     attention_norm: float | Float[Tensor, "*batch"],
 ) -> Float[Tensor, "*batch"]:
     r"""
-    .. math:: \kappa(X + A X W_V) \le
-        \frac{\sigma_1(X) + \|A\|\, \|X W_V\|}{\sigma_M(X)\, \sin\theta} .
+    .. math:: \operatorname{cond}(X + A X W_V) \le
+        \frac{\sigma_1(X) + \|A\|\, \|X W_V\|}{\sigma_{nT}(X)\, \sin\vartheta} .
 
     ``attention_norm`` bounds the spectral norm of A; :math:`\sqrt T` always does if the rows of
     every block of A are weights of T tokens. Returns (...), infinite where the angle is 0.
@@ -134,10 +134,11 @@ def condition_bound(
 
 
 def gaussian_sine_limit(rows: int, dimension: int) -> float:
-    r""":math:`1 - 2M/d`, the limit of :math:`\sin\theta` for Gaussian :math:`W_V`; 0 if 2M > d.
+    r""":math:`1 - 2nT/d`, the limit of :math:`\sin\vartheta` for Gaussian :math:`W_V`; 0 if
+    2nT > d.
 
-    M and d grow at a fixed ratio; entries of :math:`W_V` are independent of one variance, which
-    does not matter. Raises ValueError for sizes below 1.
+    ``rows`` nT and d grow at a fixed ratio; the entries of :math:`W_V` are independent and of one
+    variance, which does not matter. Raises ValueError for sizes below 1.
     """
     require_integer("rows", rows, minimum=1)
     require_integer("dimension", dimension, minimum=1)
@@ -146,11 +147,11 @@ def gaussian_sine_limit(rows: int, dimension: int) -> float:
 
 def gaussian_sine_bound(rows: int, dimension: int, failure: float) -> float:
     r"""
-    .. math:: \tan\theta \ge \frac{\sqrt{d - M} - \sqrt M - t}{2\sqrt M + t}, \qquad
+    .. math:: \tan\vartheta \ge \frac{\sqrt{d - nT} - \sqrt{nT} - t}{2\sqrt{nT} + t}, \qquad
         t = \sqrt{2 \log(2/\delta)},
 
     with probability at least :math:`1 - \delta` over a Gaussian :math:`W_V`, as a bound of
-    :math:`\sin\theta`; 0 where the numerator is not positive. ``failure`` is :math:`\delta` in
+    :math:`\sin\vartheta`; 0 where the numerator is not positive. ``failure`` is :math:`\delta` in
     (0, 1). Raises ValueError out of these ranges.
     """
     gaussian_sine_limit(rows, dimension)
@@ -190,7 +191,7 @@ def _row_basis(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _matrix(name: str, value: Tensor) -> Tensor:
-    require_matrix(name, value, ("M", "d"))
+    require_matrix(name, value, ("nT", "d"))
     if 0 in value.shape[-2:]:
         raise ValueError(f"{name}: a matrix of shape {tuple(value.shape[-2:])} has no spectrum")
     require_floating(name, value)
