@@ -73,6 +73,7 @@ class Inputs(NamedTuple):
     targets: Tensor | None
     shared: bool
     chunk: int
+    validate: bool
 
     @staticmethod
     def prepare(
@@ -99,6 +100,7 @@ class Inputs(NamedTuple):
             None if targets is None else targets.to(dtype),
             shared,
             chunk,
+            validate,
         )
 
     def blocks(self) -> Iterator[slice]:

@@ -2,9 +2,9 @@ r"""Softmax attention as a regression function: :math:`f(x) = A\,\mu(B^\top x)`.
 
 A query :math:`x \in \mathbb R^d` attends to a context :math:`z_1, \dots, z_T \in \mathbb R^k`
 with logits :math:`z_t^\top b`, :math:`b = B^\top x`, and the pooled token :math:`\mu(b)` is mapped
-to :math:`\mathbb R^m` by :math:`A`. This is attention with one query a sample, and goes through
-``models.attention``: a context that all samples share is one sequence with n queries, contexts of
-their own are n sequences with one query each.
+to :math:`\mathbb R^m` by :math:`A`. This is the attention of ``models.attention`` with one query a
+sample: a context that all samples share is one sequence with n heads, contexts of their own are n
+sequences with one head each.
 
 Factors, queries (\*batch, n, d) and contexts may carry leading batch axes, such as one for random
 seeds. Contexts with as many axes as the queries, (\*batch, T, k), are shared by the samples;
@@ -114,7 +114,10 @@ def loss_and_gradients(
     for rows in inputs.blocks():
         tokens, weights, pooled, residuals = _residuals(inputs, rows)
         directions = as_heads(residuals @ inputs.factors.A, inputs.shared)
-        slopes = attention.covariance_product(weights, tokens, directions).reshape(pooled.shape)
+        # M u = sum alpha_t (z_t . u - mu . u) z_t, where mu is known already.
+        along_mean = (as_heads(pooled, inputs.shared) * directions).sum(dim=-1, keepdim=True)
+        along = torch.baddbmm(along_mean, directions, tokens.mT, beta=-1.0)
+        slopes = ((weights * along) @ tokens).reshape(pooled.shape)
         squares.append(residuals.square().sum(dim=(-2, -1)))
         gradients.append(Factors(residuals.mT @ pooled, inputs.queries[..., rows, :].mT @ slopes))
     samples = inputs.queries.shape[-2]
@@ -170,8 +173,15 @@ def _pool(inputs: Inputs, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
     """Sequences (s, T, k), weights (s, h, T) of the h queries of each, pooled tokens (*b, n, k)."""
     b = inputs.queries[..., rows, :] @ inputs.factors.B
     tokens = inputs.tokens(rows, b.shape[:-2])
-    weights = attention.attention_weights(as_heads(b, inputs.shared) @ tokens.mT)
-    return tokens, weights, attention.pooled_token(weights, tokens).reshape(b.shape)
+    logits = as_heads(b, inputs.shared) @ tokens.mT
+    softmax = attention.attention_weights if inputs.validate else _softmax
+    weights = softmax(logits)
+    return tokens, weights, (weights @ tokens).reshape(b.shape)
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    """Weights without a look at the logits, for which an accelerator would have to wait."""
+    return torch.softmax(logits, dim=-1)
 
 
 def _residuals(inputs: Inputs, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
