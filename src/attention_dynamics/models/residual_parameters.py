@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -201,8 +202,8 @@ def require_parameters(
             )
         require_floating(f"{name}{block}", value, tokens.dtype)
     try:
-        torch.broadcast_shapes(leading, tokens.shape[:-3])
-    except RuntimeError:
+        np.broadcast_shapes(leading, tokens.shape[:-3])
+    except ValueError:
         raise ValueError(
             f"tokens: expected leading axes that broadcast with {describe_shape(leading)} of the "
             f"parameters, got {describe_shape(tokens.shape[:-3])}; use one axis for the seeds"

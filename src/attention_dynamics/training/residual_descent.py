@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -80,7 +81,7 @@ def gradient_descent(
     require_integer("steps", steps, minimum=1)
     require_integer("every", every, minimum=1)
     require_number("limit", limit, positive=True)
-    batch = torch.broadcast_shapes(parameters.Q.shape[:-2], tokens.shape[:-3], targets.shape[:-3])
+    batch = np.broadcast_shapes(parameters.Q.shape[:-2], tokens.shape[:-3], targets.shape[:-3])
     eta = torch.as_tensor(step_size, dtype=tokens.dtype, device=tokens.device).expand(batch)
     if not bool(((eta > 0) & torch.isfinite(eta)).all()):
         raise ValueError(
