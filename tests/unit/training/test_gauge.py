@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from factorisation_instances import factors, problem
 from hypothesis import given
 from hypothesis import strategies as st
-from regression_instances import factors, problem
 
 from attention_dynamics.models.regression_problem import RegressionProblem
 from attention_dynamics.training.gauge import (

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from regression_instances import factors, problem
+from factorisation_instances import factors, problem
 
 from attention_dynamics.models.population import population_loss_and_gradients
 from attention_dynamics.models.regression import Factors

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from regression_instances import covariance, factors, problem
+from factorisation_instances import covariance, factors, problem
 
 from attention_dynamics.models import regression
 from attention_dynamics.models.population import population_loss, population_loss_and_gradients
