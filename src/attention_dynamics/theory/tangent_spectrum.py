@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from attention_dynamics.models import residual_depth
 from attention_dynamics.models.residual import (
     BLOCKS,
     ResidualConfig,
@@ -22,6 +23,12 @@ from attention_dynamics.models.residual import (
     phi_first,
     pull_back,
     push_forward,
+)
+from attention_dynamics.models.residual_depth import (
+    DepthParameters,
+    Wiring,
+    require_depth,
+    trained_part,
 )
 from attention_dynamics.models.residual_parameters import require_blocks
 from attention_dynamics.validation import require_cpu_generator, require_integer
@@ -118,6 +125,43 @@ def lambda_max(
         v = _normalised(push_forward(parameters, tokens, passed, pulled, config))
     pulled = pull_back(parameters, tokens, passed, v, config).only(blocks)
     return pulled.inner(pulled)
+
+
+def depth_lambda_max(
+    parameters: DepthParameters,
+    tokens: Float[Tensor, "*batch n T d"],
+    config: ResidualConfig,
+    wired: Wiring,
+    *,
+    generator: torch.Generator,
+    iterations: int = 60,
+    validate: bool = True,
+) -> Float[Tensor, "*batch"]:
+    r""":func:`lambda_max` of a stack of layers and all it trains, by automatic differentiation.
+
+    One number a seed. Errors as :func:`lambda_max` and ``models.residual_depth.forward``.
+    """
+    require_cpu_generator(generator)
+    require_integer("iterations", iterations, minimum=1)
+    if validate:
+        require_depth(parameters, tokens, config)
+    parameters = DepthParameters(*(block.detach() for block in parameters))
+
+    def output(*point: Tensor) -> Tensor:
+        stack = residual_depth.forward(
+            DepthParameters(*point), tokens, config, wired, validate=False
+        )
+        return stack.X[..., -1, :, :, :]
+
+    F, pull = torch.func.vjp(output, *parameters)
+    drawn = torch.randn(F.shape, generator=generator, dtype=torch.float64)
+    v = _normalised(drawn.to(F))
+    for _ in range(iterations):
+        pulled = trained_part(DepthParameters(*pull(v)), wired)
+        v = _normalised(torch.func.jvp(output, tuple(parameters), tuple(pulled))[1])
+    pulled = trained_part(DepthParameters(*pull(v)), wired)
+    squares = [block.square().flatten(F.ndim - 3).sum(dim=-1) for block in pulled]
+    return torch.stack(squares).sum(dim=0)
 
 
 def _normalised(v: Tensor) -> Tensor:
