@@ -62,8 +62,9 @@ def regression_problem(
     scale, s from 1 down to 1 over ``target_condition``; Q, L and R are uniform among orthogonal
     matrices. Tokens have the covariance of the queries, S = :math:`\Sigma`, where
     ``context_dimension`` is None or the dimension (the paper's case), else one of their own with
-    the same condition number. Drawn on the CPU in float64, then cast and moved. Raises ValueError
-    for sizes below 1, condition numbers below 1, negative noise, a generator not on the CPU.
+    the same condition number (1 where k = 1). Drawn on the CPU in float64, then cast and moved. Raises ValueError
+    for sizes below 1, condition numbers below 1 (or above 1 in one dimension), negative noise, a
+    generator not on the CPU.
     """
     k = dimension if context_dimension is None else context_dimension
     sizes = {"outputs": outputs, "dimension": dimension, "context_dimension": k}
@@ -73,6 +74,11 @@ def regression_problem(
         require_number(name, value, positive=True)
         if value < 1:
             raise ValueError(f"{name}: expected a condition number >= 1, got {value}")
+    if condition > 1 and dimension == 1:
+        raise ValueError(
+            f"condition: a covariance of dimension 1 has condition number 1, got {condition}; "
+            "take dimension >= 2 or condition=1.0"
+        )
     require_number("noise", noise, remedy="it is a standard deviation")
     require_cpu_generator(generator)
     query_covariance = _covariance(dimension, condition, generator)

@@ -44,7 +44,9 @@ class Spectrum:
     @cached_property
     def root(self) -> Float[Tensor, "*batch d d"]:
         r""":math:`C^{1/2}`, symmetric."""
-        return self._of_values(self.values.clamp_min(0).sqrt())
+        # The root of a zero that was rounded to 1e-17 would be 3e-9, and counted by a rank.
+        kept = torch.where(self.values > self._floor, self.values, 0.0)
+        return self._of_values(kept.sqrt())
 
     @cached_property
     def inverse_root(self) -> Float[Tensor, "*batch d d"]:

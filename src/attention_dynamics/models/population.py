@@ -108,21 +108,18 @@ def finite_context_correction(
     require_integer("length", length, minimum=1)
     _require_factors(factors, problem)
     U, V = problem.whiten(factors)
-    # With V = P diag(v) W', all that is asked for lives in the k columns of U W and N P.
+    # With V = P diag(v) W', both traces live in the columns of X P and E P.
     P, v, W = torch.linalg.svd(V, full_matrices=False)
     squares = v.square()
     below = squares[..., 0] < 0.5
     tilt = 1 / (1 - 2 * torch.where(below[..., None], squares, 0.0))
-    rotated = U @ W.mT
-    fitted = rotated * v[..., None, :]  # X P
-    missing = fitted - problem.whitened_target @ P  # E P
-    bracket = 0.5 * rotated.square().sum(dim=-2) + tilt * ((0.5 * fitted - missing) * fitted).sum(
-        dim=-2
-    )
-    determinant = tilt.prod(dim=-1).sqrt()
-    value = determinant * bracket.sum(dim=-1)
+    fitted = (U @ W.mT) * v[..., None, :]
+    missing = fitted - problem.whitened_target @ P
+    traces = (tilt * ((0.5 * fitted - missing) * fitted).sum(dim=-2)).sum(dim=-1)
+    half_square = 0.5 * U.square().sum(dim=(-2, -1))
+    value = tilt.prod(dim=-1).sqrt() * (half_square + traces)
     if centred:
-        value = value - 0.5 * rotated.square().sum(dim=(-2, -1))
+        value = value - half_square
     return torch.where(below, value, torch.inf) / length
 
 

@@ -192,7 +192,12 @@ class RegressionProblem:
 
     @classmethod
     def stack(cls, problems: Sequence[RegressionProblem]) -> RegressionProblem:
-        """One problem with a new first batch axis, one entry a problem of the same sizes."""
+        """One problem with a new first batch axis, one entry a problem of the same sizes.
+
+        Raises ValueError without problems.
+        """
+        if not problems:
+            raise ValueError("problems: expected at least one RegressionProblem to stack, got none")
         first = problems[0]
         noise = [torch.as_tensor(p.noise, dtype=first.target.dtype) for p in problems]
         return cls(
