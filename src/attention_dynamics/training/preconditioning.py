@@ -113,9 +113,14 @@ def move(
         else:
             G_U, G_V = _scaled(U, V, G_U, G_V, ratio, scheme.damping)
         moved = problem.unwhiten(U - eta * G_U, V - eta * G_V)
-    finite = [torch.isfinite(block).all(dim=-1).all(dim=-1) for block in moved]
-    accepted = finite[0] & finite[1]
+    accepted = finite(moved)
     return _in_gauge(chosen(accepted, moved, factors), accepted, spectral_norm(V), problem, scheme)
+
+
+def finite(factors: Factors) -> Tensor:
+    """Whether all entries are finite, (*batch)."""
+    A, B = (torch.isfinite(block).all(dim=-1).all(dim=-1) for block in factors)
+    return A & B
 
 
 def chosen(flags: Tensor, new: Factors, old: Factors) -> Factors:

@@ -33,6 +33,7 @@ from attention_dynamics.training.preconditioning import (
     GROWTH_LIMIT,
     Scheme,
     chosen,
+    finite,
     move,
     require_invertible,
 )
@@ -40,6 +41,7 @@ from attention_dynamics.validation import require_integer
 
 __all__ = [
     "Descent",
+    "Rule",
     "Sample",
     "Scheme",
     "balance",
@@ -48,6 +50,14 @@ __all__ = [
     "spectral_initialisation",
     "step",
 ]
+
+
+class Rule(Protocol):
+    """An optimiser in place of a scheme, such as ``regression_baselines.Adam``."""
+
+    def advance(self, factors: Factors, gradients: Factors) -> Factors:
+        """The factors after one more step; what it remembers belongs to one run."""
+        ...
 
 
 class Sample(Protocol):
@@ -128,7 +138,7 @@ def first_step(
 def descend(
     factors: Factors,
     problem: RegressionProblem,
-    scheme: Scheme,
+    scheme: Scheme | Rule,
     steps: int,
     *,
     sample: Sample | None = None,
@@ -138,9 +148,11 @@ def descend(
 ) -> Descent:
     r"""Take ``steps`` steps from ``factors`` on the population loss, or on that of a sample.
 
-    ``problem`` preconditions; without a ``sample`` it is also the loss. ``truth`` is the problem
-    whose risk is recorded, ``problem`` itself if absent. With a ``tolerance`` the run ends when
-    the excess of every instance is at most that, or its steps were refused.
+    ``scheme`` is a :class:`Scheme`, or a rule of ``regression_baselines`` such as Adam, whose steps
+    are refused only when they are not finite. ``problem`` preconditions; without a ``sample`` it is
+    also the loss. ``truth`` is the problem whose risk is recorded, ``problem`` itself if absent.
+    With a ``tolerance`` the run ends when the excess of every instance is at most that, or its
+    steps were refused.
 
     ``check`` refuses what is known to fail: under the undamped scaled preconditioner with
     m = d = k, a start for which :math:`N^{-1}X_0` has eigenvalues on the negative real axis, where
@@ -152,8 +164,9 @@ def descend(
     """
     require_integer("steps", steps, minimum=0)
     factors.require_valid()
-    require_invertible(factors, scheme)
-    if check:
+    if isinstance(scheme, Scheme):
+        require_invertible(factors, scheme)
+    if check and isinstance(scheme, Scheme):
         _require_reachable(factors, problem, scheme)
     truth = problem if truth is None else truth
     target, goal = problem.whitened_target, truth.whitened_target
@@ -175,7 +188,11 @@ def descend(
         done = ~alive if tolerance is None else (risk / scale <= tolerance) | ~alive
         if number == steps or bool(done.all()):
             break
-        moved, accepted = move(factors, gradients, problem, scheme)
+        if isinstance(scheme, Scheme):
+            moved, accepted = move(factors, gradients, problem, scheme)
+        else:
+            moved = scheme.advance(factors, gradients)
+            accepted = finite(moved)
         alive = alive & accepted
         factors = chosen(alive, moved, factors)
     loss, risk, distance, norm, effective = (

@@ -125,7 +125,8 @@ def test_the_regulariser_adds_its_gradient(preconditioner):
 def test_with_rho_the_step_is_taken_at_the_even_scale(preconditioner):
     task, start = problem(), factors(size=0.5)
     weight = 0.0 if preconditioner == "scaled" else 0.2
-    free = Scheme(preconditioner, 0.05, regulariser=weight)
+    damping = 0.1 if preconditioner == "scaled" else 0.0
+    free = Scheme(preconditioner, 0.05, damping=damping, regulariser=weight)
     even = task.unwhiten(*rescale(*task.whiten(start), None))
     expected = rescale(*task.whiten(stepped(even, task, free)), 0.4)
     close(task.whiten(stepped(start, task, replace(free, rho=0.4))), expected)
