@@ -62,9 +62,9 @@ def regression_problem(
     scale, s from 1 down to 1 over ``target_condition``; Q, L and R are uniform among orthogonal
     matrices. Tokens have the covariance of the queries, S = :math:`\Sigma`, where
     ``context_dimension`` is None or the dimension (the paper's case), else one of their own with
-    the same condition number (1 where k = 1). Drawn on the CPU in float64, then cast and moved. Raises ValueError
-    for sizes below 1, condition numbers below 1 (or above 1 in one dimension), negative noise, a
-    generator not on the CPU.
+    the same condition number (1 where k = 1). Drawn on the CPU in float64, then cast and moved.
+    Raises ValueError for sizes below 1, condition numbers below 1 (or above 1 in one dimension),
+    negative noise, a generator not on the CPU.
     """
     k = dimension if context_dimension is None else context_dimension
     sizes = {"outputs": outputs, "dimension": dimension, "context_dimension": k}
