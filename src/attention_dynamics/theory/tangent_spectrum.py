@@ -153,7 +153,7 @@ def depth_lambda_max(
         )
         return stack.X[..., -1, :, :, :]
 
-    F, pull = torch.func.vjp(output, *parameters)
+    F, pull = torch.func.vjp(output, *parameters)  # type: ignore[misc]
     drawn = torch.randn(F.shape, generator=generator, dtype=torch.float64)
     v = _normalised(drawn.to(F))
     for _ in range(iterations):
