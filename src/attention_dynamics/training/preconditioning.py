@@ -35,6 +35,7 @@ class Scheme:
       :math:`\lambda = c\,\|G_UQ^{-1/2}\|_F` and c the ``damping``: the damping is measured at the
       scale where both factors have the same norm, so the step does not depend on the scale.
 
+    ``step_size`` is :math:`\eta`, a number or one a batch entry.
     ``regulariser`` is the weight w of :math:`\tfrac w8\|U^\top U - V^\top V\|_F^2`, whose gradient
     is added. ``balance`` replaces the factors by the balanced ones of the same product after the
     step. ``rho`` is :math:`\rho_V`: the step is taken, and the regulariser measured, at the scale
@@ -52,7 +53,7 @@ class Scheme:
     """
 
     preconditioner: Literal["none", "whiten", "scaled"]
-    step_size: float
+    step_size: float | Tensor
     damping: float = 0.0
     regulariser: float = 0.0
     rho: float | None = None
@@ -60,7 +61,8 @@ class Scheme:
 
     def __post_init__(self) -> None:
         require_one_of("preconditioner", self.preconditioner, ("none", "whiten", "scaled"))
-        require_number("step_size", self.step_size, positive=True)
+        for rate in torch.as_tensor(self.step_size).aminmax():
+            require_number("step_size", float(rate), positive=True)
         require_number("damping", self.damping)
         require_number("regulariser", self.regulariser)
         if self.damping and self.preconditioner != "scaled":
@@ -95,7 +97,7 @@ def move(
     U, V = problem.whiten(factors)
     ratio = spectral_norm(U) / spectral_norm(V)
     weight = ratio if scheme.rho is not None else torch.ones_like(ratio)
-    eta = scheme.step_size
+    eta = torch.as_tensor(scheme.step_size, dtype=U.dtype, device=U.device)[..., None, None]
     if scheme.preconditioner == "none":
         G_A, G_B = gradients
         if scheme.regulariser:

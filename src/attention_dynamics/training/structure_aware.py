@@ -228,11 +228,12 @@ def _require_reachable(factors: Factors, problem: RegressionProblem, scheme: Sch
     m, d, k = problem.outputs, problem.dimension, factors.A.shape[-1]
     if k < problem.rank:
         values = problem.singular_values
+        rate = float(torch.as_tensor(scheme.step_size).min())
         gap = float((values[..., k] / values[..., k - 1]).max())
         warnings.warn(
             f"factors: k = {k} columns reach the best approximation of rank {k} of a target of "
             f"rank {problem.rank}; the error falls by about 1 - step_size (1 - {gap:.3g}) = "
-            f"{1 - scheme.step_size * (1 - gap):.3g} a step, as sigma_(k+1) / sigma_k allows",
+            f"{1 - rate * (1 - gap):.3g} a step, as sigma_(k+1) / sigma_k allows",
             UserWarning,
             stacklevel=3,
         )

@@ -159,6 +159,18 @@ def test_a_batch_is_its_instances_and_the_dtype_is_kept():
     close(narrow.to(dtype=torch.float64), stepped(factors(), problem(), scheme), rtol=2e-3)
 
 
+def test_a_batch_may_have_a_step_size_for_each_entry():
+    task, start = problem(batch=(2,)), factors(batch=(2,))
+    rates = torch.tensor([0.1, 0.02], dtype=torch.float64)
+    for preconditioner in ("none", "whiten", "scaled"):
+        together = stepped(start, task, Scheme(preconditioner, rates))
+        for i in range(2):
+            alone = stepped(start, task, Scheme(preconditioner, float(rates[i])))
+            close(together.map(lambda b, i=i: b[i]), alone.map(lambda b, i=i: b[i]))
+    with pytest.raises(ValueError, match="step_size"):
+        Scheme("none", torch.tensor([0.1, 0.0]))
+
+
 def test_at_the_minimum_every_step_stands_still():
     task = problem(4, 4, 4)
     minimum = spectral_initialisation(task, 0.3)
