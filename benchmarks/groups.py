@@ -53,6 +53,7 @@ GROUPS = {
         Group("teacher"),
         Group("linearisation"),
         Group("recurrence", mallocs=("default", "tuned")),
+        Group("regression_step", mallocs=("default", "tuned")),
         Group("memory"),
         Group("peers"),
         Group("limit_kernel"),

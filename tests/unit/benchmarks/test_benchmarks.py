@@ -283,7 +283,7 @@ def test_the_quick_profile_runs_and_all_sides_agree(tmp_path):
     assert (compared["difference"] <= compared["tolerance"]).all()
     assert set(compared["group"]) >= {
         "training_step", "threads", "tangent_kernel", "teacher", "linearisation", "recurrence",
-        "memory", "peers", "limit_kernel",
+        "regression_step", "memory", "peers", "limit_kernel",
     }  # fmt: skip
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert {entry["group"] for entry in manifest["groups"]} == set(GROUPS)
