@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 from scipy.interpolate import CubicSpline
 from torch import Tensor
 
+from attention_dynamics.models import regression
 from attention_dynamics.models.population import RegressionProblem
 from attention_dynamics.models.regression import Factors
 from attention_dynamics.validation import require_matrix
@@ -40,11 +42,12 @@ __all__ = [
     "context_excess",
     "context_exponent",
     "mean_collision_moments",
+    "sampled_excess",
 ]
 
 LARGEST_LENGTH = 1e100
 LARGEST_DEVIATION = 40.0
-_SPLINE_NODES = 97
+_SPLINE_NODES = 49
 
 
 class CollisionMoments(NamedTuple):
@@ -157,20 +160,63 @@ def context_excess(
     return 0.5 * own * tokens + 0.5 * (pi - 6 * chi) * squared - pi * crossed
 
 
+def sampled_excess(
+    factors: Factors,
+    problem: RegressionProblem,
+    queries: Float[Tensor, "n d"],
+    tokens: Float[Tensor, "n T k"],
+) -> Float[Tensor, " n"]:
+    r"""
+    .. math:: \tfrac12\lVert A\delta\rVert^2 + \langle (C - M_\star)x,\ A(\delta - h)\rangle
+        + \mathbb 1_{s^2 < 1}\,\tfrac12\bigl(\mathbb E\lVert Ah\rVert^2 - \lVert Ah\rVert^2\bigr),
+
+    .. math:: \delta = \mu(b) - Sb, \qquad
+        h = \tfrac1T \sum_t e^{z_t^\top b - s^2/2}(z_t - Sb), \qquad
+        \mathbb E\lVert Ah\rVert^2
+          = \tfrac1Te^{s^2}\bigl(\operatorname{tr}(ASA^\top) + \lVert Cx\rVert^2\bigr),
+
+    one value a query with a context of its own: an unbiased sample of :func:`context_excess`, with
+    h, whose mean is zero and whose square has the mean above, as a control variate. ``tokens`` are
+    N(0, S), not centred.
+    """
+    S, b = problem.token_covariance, queries @ factors.B
+    limit = b @ S
+    squared = (limit * b).sum(dim=-1)
+    pooled = regression.attend(factors, queries, tokens, validate=False)
+    weights = ((tokens @ b[..., None])[..., 0] - squared[..., None] / 2).exp()
+    h = (weights[..., None, :] @ tokens)[..., 0, :] / tokens.shape[-2]
+    h = (h - weights.mean(dim=-1, keepdim=True) * limit) @ factors.A.mT
+    noise, output = (pooled - limit) @ factors.A.mT, limit @ factors.A.mT
+    crossed = ((output - queries @ problem.target.mT) * (noise - h)).sum(dim=-1)
+    mean = torch.trace(factors.A @ S @ factors.A.mT) + output.square().sum(dim=-1)
+    mean = mean * squared.exp() / tokens.shape[-2]
+    control = torch.where(squared < 1, mean - h.square().sum(dim=-1), 0.0)
+    return 0.5 * (noise.square().sum(dim=-1) + control) + crossed
+
+
 def _splined(s: NDArray[np.float64], length: int) -> tuple[NDArray[np.float64], ...]:
     """The two moments at many deviations: splines in s of log pi and of chi / pi."""
-    nodes = np.linspace(0.0, max(float(s.max()), 0.1) * 1.0001, _SPLINE_NODES)
+    logarithm, ratio = _splines(math.ceil(2 * max(float(s.max()), 0.1)) / 2, length)
+    pi = np.exp(logarithm(s))
+    return pi, pi * ratio(s)
+
+
+@lru_cache(maxsize=128)
+def _splines(largest: float, length: int) -> tuple[CubicSpline, CubicSpline]:
+    nodes = np.linspace(0.0, largest, _SPLINE_NODES)
     table = [collision_moments(float(node), (length,)) for node in nodes]
     second = np.array([row.second[0] for row in table])
     ratio = np.array([row.spread[0] for row in table]) / second
-    # both are even in s
-    pi = np.exp(CubicSpline(nodes, np.log(second), bc_type=((1, 0.0), "not-a-knot"))(s))
-    return pi, pi * CubicSpline(nodes, ratio, bc_type=((1, 0.0), "not-a-knot"))(s)
+    even = ((1, 0.0), "not-a-knot")  # both functions are
+    return (
+        CubicSpline(nodes, np.log(second), bc_type=even),
+        CubicSpline(nodes, ratio, bc_type=even),
+    )
 
 
 def _integrated(s: float, T: NDArray[np.float64]) -> CollisionMoments:
     """The trapezoidal rule in l = log(lambda) and u = s q, one step width for both."""
-    step = min(0.35, 0.5 * s)
+    step = min(0.35, 0.9 * s)
     # tokens matter up to q = 4 s + 9 and as far as T of them reach; beyond, e^{-lambda w} is 1 or 0
     low, high = -math.log(T.max()) - s**2 - 25, 9 * s + 6
     log_rate = np.arange(math.floor(low / step), math.ceil(high / step) + 1) * step
