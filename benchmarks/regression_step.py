@@ -101,7 +101,7 @@ def measure(shape: Shape, settings: Settings) -> list[Row | Point]:
     ]  # fmt: skip
     rows.append(
         timed_row(
-            times, "ours", "limit", what="regression step over the machine's limit",
+            times, "ours", "limit", what="regression step, over the limit", sense="at most",
             note="the limit is that of float32", **shown,
         )
     )  # fmt: skip

@@ -22,6 +22,17 @@ def test_shapes_with_known_and_open_sizes():
         validation.require_shape("x", [1.0], ("n",))
 
 
+def test_matrices_may_have_leading_axes():
+    for value in (torch.zeros(2, 3), torch.zeros(5, 2, 3), torch.zeros(5, 0, 2, 3)):
+        validation.require_matrix("x", value, ("n", "d"), {"d": 3, "m": 9})
+    with pytest.raises(ValueError, match=r"x: expected shape \(\*batch, n, d\) with d = 4, got"):
+        validation.require_matrix("x", torch.zeros(5, 2, 3), ("n", "d"), {"d": 4}, remedy="no")
+    with pytest.raises(ValueError, match=r"x: expected shape \(\*batch, d, d\), got \(3,\)"):
+        validation.require_matrix("x", torch.zeros(3), ("d", "d"))
+    with pytest.raises(TypeError, match=r"x: expected a torch.Tensor of shape .*, got list"):
+        validation.require_matrix("x", [1.0], ("n", "d"))
+
+
 def test_working_dtype_lifts_half_precision_only():
     lifted = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):

@@ -59,6 +59,17 @@ def test_the_roots_are_roots():
         torch.testing.assert_close(root, root.mT, **TIGHT)
 
 
+def test_more_latent_dimensions_than_rank_are_no_singularity():
+    # k > min(m, d): V has a kernel, and a scaled step divides by it, but the problem is sound.
+    problem = problem_of(2, 3, 5)
+    factors = factors_of(problem)
+    _, V = problem.whiten(factors)
+    assert torch.linalg.matrix_rank(V.mT @ V) == 3
+    torch.testing.assert_close(problem.unwhiten(*problem.whiten(factors)), factors, **TIGHT)
+    torch.testing.assert_close(problem.minimum, problem.noise_loss, **TIGHT)
+    assert (problem.rank, problem.latent_rank) == (2, 5)
+
+
 @pytest.mark.parametrize("k", [1, 2, 3, 6])
 def test_the_minimum_is_reached_by_the_truncated_singular_values(k):
     problem = problem_of(3, 4, k)
@@ -154,6 +165,20 @@ def test_moving_and_casting():
     )
     batched = RegressionProblem.stack([problem, problem])
     assert batched.to(dtype=torch.float32).noise.dtype == torch.float32
+
+
+def test_nothing_is_bound_to_the_cpu():
+    problem = problem_of().to(device="meta")
+    factors = factors_of(problem_of()).to(device="meta")
+    loss, gradients = population.population_loss_and_gradients(factors, problem)
+    correction = population.finite_context_correction(factors, problem, 64)
+    margin = population.finite_context_threshold(factors, problem)
+    moved = problem.unwhiten(*problem.whiten(factors))
+    values = (loss, correction, margin, problem.noise_loss, *gradients, *moved)
+    assert {value.device.type for value in values} == {"meta"}
+    x = Instance(samples=9, batch=(2,))
+    samples = (value.to(device="meta") for value in (x.queries, x.contexts, x.targets))
+    assert RegressionProblem.from_samples(*samples).target.device.type == "meta"
 
 
 # From samples

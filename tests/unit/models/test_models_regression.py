@@ -204,6 +204,21 @@ def test_the_functions_map_over_a_vmap(shared):
     torch.testing.assert_close(mapped, regression.loss_and_gradients(*arguments), **TIGHT)
 
 
+@BOTH
+def test_nothing_is_bound_to_the_cpu(shared):
+    # A tensor made on the CPU in between would refuse to meet one on the meta device.
+    instance = Instance(shared=shared)
+    arguments = (instance.factors, instance.queries, instance.contexts, instance.targets)
+    factors, *data = (value.to(device="meta") for value in arguments)
+    for validate in (True, False):
+        loss, gradients = regression.loss_and_gradients(factors, *data, validate=validate)
+        assert {block.device.type for block in (loss, *gradients)} == {"meta"}
+    ratio = regression.participation_ratio(factors, *data[:2])
+    S = torch.eye(2, dtype=torch.float64, device="meta")
+    tokens = regression.effective_sample_size(factors, data[0], S, 9)
+    assert ratio.shape == tokens.shape == (5,)
+
+
 def refused(message, error=ValueError, **changes):
     instance = Instance()
     arguments = {
