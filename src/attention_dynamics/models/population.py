@@ -67,10 +67,10 @@ def population_loss_and_gradients(
     """
     if validate:
         _require_factors(factors, problem)
-    error = _error(factors, problem)
+    values = factors.A @ problem.token_covariance
+    error = (values @ factors.B.mT - problem.target) @ problem.query_root
     weighted = error @ problem.query_root
-    tokens = problem.token_covariance
-    gradients = Factors(weighted @ (factors.B @ tokens), weighted.mT @ (factors.A @ tokens))
+    gradients = Factors(weighted @ (factors.B @ problem.token_covariance), weighted.mT @ values)
     return 0.5 * error.square().sum(dim=(-2, -1)) + problem.noise_loss, gradients
 
 

@@ -52,11 +52,14 @@ def test_tokens_have_the_covariance_of_queries_where_they_can():
 
 
 def test_directions_are_uniform():
-    # The mean of Sigma over seeds is the identity, and so is that of the projection on one axis.
-    mean = sum(task(condition=50.0, seed=seed).query_covariance for seed in range(400)) / 400
-    torch.testing.assert_close(mean, torch.eye(4).double(), rtol=0, atol=0.25)
-    targets = sum(task(seed=seed).target for seed in range(400)) / 400
-    assert targets.abs().max() < 0.12
+    # An entry of Sigma has standard deviation about 1, one of the target about 0.4.
+    stream = generator(0, "task")
+    drawn = [
+        regression_problem(3, 4, condition=50.0, noise=0.0, generator=stream) for _ in range(200)
+    ]
+    mean = sum(problem.query_covariance for problem in drawn) / 200
+    torch.testing.assert_close(mean, torch.eye(4).double(), rtol=0, atol=4 / 200**0.5)
+    assert (sum(problem.target for problem in drawn) / 200).abs().max() < 4 * 0.4 / 200**0.5
 
 
 def test_a_seed_names_a_problem():

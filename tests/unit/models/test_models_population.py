@@ -295,7 +295,7 @@ def test_the_correction_is_what_fresh_contexts_cost(centred):
     problem = problem_of(2, 2, 2, noise=0.0)
     A, B = factors = with_radius(factors_of(problem), problem, 0.3)
     S = problem.token_covariance
-    length, samples = 256, 20_000
+    length, samples = 128, 10_000
     g = torch.Generator().manual_seed(3)
     x = torch.randn((samples, 2), generator=g, dtype=torch.float64) @ problem.query_root
     z = torch.randn((samples, length, 2), generator=g, dtype=torch.float64) @ problem.token_root
@@ -311,7 +311,7 @@ def test_the_correction_is_what_fresh_contexts_cost(centred):
     predicted = population.finite_context_correction(factors, problem, length, centred=centred)
     error = paired.std() / samples**0.5
     size = problem.whiten(factors)[0].square().sum() / (2 * length)
-    assert error < 0.02 * size
+    assert error < 0.03 * size
     assert (paired.mean() - predicted).abs() < 4 * error + 0.05 * size
 
 
