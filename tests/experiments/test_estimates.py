@@ -10,6 +10,7 @@ from attention_dynamics.experiments.estimates import (
     Band,
     geometric_means,
     loglog_slope,
+    median_interval,
     slope_estimate,
     slopes_by_seed,
     t_interval,
@@ -103,3 +104,18 @@ def test_a_band_holds_only_whole_intervals():
 def test_what_has_no_answer_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_the_interval_of_a_median_covers_it_as_often_as_it_says():
+    random = np.random.default_rng(0)
+    covered = 0
+    for _ in range(400):
+        found = median_interval(random.exponential(size=20))
+        assert found.lower <= found.mean <= found.upper
+        covered += found.lower <= np.log(2) <= found.upper
+    assert covered >= 0.95 * 400
+    few = median_interval([3.0, 1.0, 2.0])
+    assert (few.mean, *few.interval, few.seeds) == (2.0, 1.0, 3.0, 3)
+    for bad in ([], [1.0, np.inf]):
+        with pytest.raises(ValueError, match="finite"):
+            median_interval(bad)

@@ -78,6 +78,21 @@ def t_interval(values: Iterable[float], confidence: float = 0.95) -> Estimate:
     return Estimate(mean, mean - float(half), mean + float(half), sample.size, confidence)
 
 
+def median_interval(values: Iterable[float], confidence: float = 0.95) -> Estimate:
+    r"""The median, between two order statistics that hold it with that confidence, whatever the
+    distribution of the independent values.
+
+    Too few values for the confidence (fewer than 6 at 95 %) give their range. Raises ValueError for
+    no value or one that is not finite.
+    """
+    sample = np.sort(np.asarray(list(values), dtype=float))
+    if not sample.size or not np.isfinite(sample).all():
+        raise ValueError(f"values must be finite and at least one, got {sample}")
+    k = max(0, int(stats.binom.ppf((1 - confidence) / 2, sample.size, 0.5)) - 1)
+    ends = float(sample[k]), float(sample[-k - 1])
+    return Estimate(float(np.median(sample)), *ends, sample.size, confidence)
+
+
 def loglog_slope(x: Sequence[float], y: Sequence[float]) -> float:
     r"""The least-squares slope of :math:`\log y` on :math:`\log x`.
 
@@ -117,13 +132,28 @@ def slope_estimate(
 
 def slope_table(bands: Mapping[str, Band], slope: Callable[[str], Estimate]) -> pd.DataFrame:
     """The slope of each quantity with its interval, beside its band; an open side is infinite."""
+    return band_table(bands, slope, column="slope")
+
+
+def band_table(
+    bands: Mapping[str, Band],
+    estimate: Callable[[str], Estimate | None],
+    *,
+    column: str = "estimate",
+) -> pd.DataFrame:
+    """The estimate of each quantity with its interval, beside its band; an open side is infinite.
+
+    A quantity without an estimate, None, has no row.
+    """
     records = []
     for quantity, band in bands.items():
-        found = slope(quantity)
+        found = estimate(quantity)
+        if found is None:
+            continue
         records.append(
             {
                 "quantity": quantity,
-                "slope": found.mean,
+                column: found.mean,
                 "lower": found.lower,
                 "upper": found.upper,
                 "seeds": found.seeds,
