@@ -107,8 +107,8 @@ def worst_attention(
     .. math:: A_\star = -X (X W_V)^+, \qquad X + A_\star X W_V = X \Pi, \qquad
         \sigma_{nT}(X \Pi) = \min_A \sigma_{nT}(X + A X W_V),
 
-    with :math:`\Pi` the projection along :math:`W_V^\top \operatorname{row}(X)`: the matrix for which a
-    residual guarantees least. It is no softmax matrix as a rule. Returns (..., nT, nT).
+    with :math:`\Pi` the projection along :math:`W_V^\top \operatorname{row}(X)`: the matrix for
+    which a residual guarantees least. It is no softmax matrix as a rule. Returns (..., nT, nT).
     """
     tokens, value = _pair(tokens, value)
     return -tokens @ torch.linalg.pinv(tokens @ value)
