@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from attention_dynamics.validation import (
     describe_shape,
@@ -115,8 +116,8 @@ def phi(u: Tensor, config: ResidualConfig) -> Tensor:
     :math:`\varphi` is exactly :math:`\frac{1+a}2 u`.
     """
     a, beta = config.slope, config.softness
-    # Not softplus: torch's turns linear from 20 on, which is 2e-9 off.
-    return a * u + (1 - a) / beta * (torch.logaddexp(beta * u, torch.zeros_like(u)) - _LN2)
+    # Linear from 40 on, where e^-40 is below rounding; torch's default, 20, is 2e-9 off.
+    return a * u + (1 - a) * (softplus(u, beta=beta, threshold=40.0) - _LN2 / beta)
 
 
 def phi_first(u: Tensor, config: ResidualConfig) -> Tensor:
