@@ -1,8 +1,11 @@
 """Which symbols of a statement are lengths, which are free indices, and over what they range."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 import sympy as sp
+
+Slot = tuple[sp.Basic, int]
+Range = tuple[sp.Expr, sp.Expr]
 
 
 def sizes_of(expressions: Iterable[sp.Basic]) -> list[sp.Symbol]:
@@ -26,28 +29,26 @@ def free_indices(
     takes the values 1, 2 and 3.
     """
     expressions = list(expressions)
-    slots: dict[tuple[sp.Basic, int], tuple[sp.Expr, sp.Expr]] = {}
-    uses: dict[sp.Symbol, list[tuple[sp.Basic, int]]] = {}
+    slots: dict[Slot, Range] = {}
+    uses: dict[sp.Symbol, list[Slot]] = {}
     deltas: list[tuple[sp.Expr, ...]] = []
     for expression in expressions:
-        ranges = {
-            symbol: (low, high)
-            for total in expression.atoms(sp.Sum, sp.Product)
-            for symbol, low, high in total.limits
+        for slot, bounds in _bound_slots(expression, {}):
+            slots.setdefault(slot, bounds)
+        bound = {
+            limit[0] for total in expression.atoms(sp.Sum, sp.Product) for limit in total.limits
         }
         lengths = set(sizes_of([expression]))
         for entry in expression.atoms(sp.Indexed):
             for place, index in enumerate(entry.indices):
-                if index in ranges:
-                    slots.setdefault((entry.base, place), ranges[index])
-                for symbol in index.free_symbols - set(ranges) - lengths:
+                for symbol in index.free_symbols - bound - lengths:
                     uses.setdefault(symbol, []).append((entry.base, place))
         for delta in expression.atoms(sp.KroneckerDelta):
             deltas.append(delta.args)
-            for symbol in delta.free_symbols - set(ranges) - lengths:
+            for symbol in delta.free_symbols - bound - lengths:
                 uses.setdefault(symbol, [])
     sizes = set(sizes_of(expressions))
-    known: dict[sp.Symbol, tuple[sp.Expr, sp.Expr]] = {}
+    known: dict[sp.Symbol, Range] = {}
     for symbol in sorted(uses, key=str):
         if symbol in sizes or not isinstance(symbol, sp.Symbol):
             continue
@@ -62,3 +63,15 @@ def free_indices(
         near = [known[other] for other in [symbol, *partners] if other in known]
         result[symbol] = near[0] if near else (sp.S.One, sp.Integer(3))
     return result
+
+
+def _bound_slots(e: sp.Basic, ranges: Mapping[sp.Basic, Range]) -> Iterator[tuple[Slot, Range]]:
+    """Each slot that holds a bound index, with the range of the innermost sum that binds it."""
+    if isinstance(e, sp.Sum | sp.Product):
+        ranges = {**ranges, **{symbol: (low, high) for symbol, low, high in reversed(e.limits)}}
+    if isinstance(e, sp.Indexed):
+        for place, index in enumerate(e.indices):
+            if index in ranges:
+                yield (e.base, place), ranges[index]
+    for argument in e.args:
+        yield from _bound_slots(argument, ranges)
