@@ -77,8 +77,8 @@ def test_one_plain_layer_is_the_residual_layer():
     _, expected = residual.loss_and_gradients(single, X, Y, CONFIG)
     for left, right in zip(gradients[:5], expected, strict=True):
         torch.testing.assert_close(left[0], right, rtol=1e-10, atol=1e-11)
-    top = depth_lambda_max(deep, X, CONFIG, wired, generator=generator(0, "v"), iterations=200)
-    expected = lambda_max(single, X, CONFIG, generator=generator(0, "v"), iterations=200)
+    top = depth_lambda_max(deep, X, CONFIG, wired, generator=generator(0, "v"), iterations=20)
+    expected = lambda_max(single, X, CONFIG, generator=generator(0, "v"), iterations=20)
     torch.testing.assert_close(top, expected, rtol=1e-8, atol=0)
 
 
@@ -90,7 +90,7 @@ def test_a_batch_of_wirings_and_seeds_is_one_by_one():
     losses, gradients = residual_depth.loss_and_gradients(batch, X, Y, CONFIG, wired)
     growth = residual_depth.growth(residual_depth.forward(batch, X, CONFIG, wired), X)
     assert growth.shape == (5, L)
-    top = depth_lambda_max(batch, X, CONFIG, wired, generator=generator(0, "v"), iterations=300)
+    top = depth_lambda_max(batch, X, CONFIG, wired, generator=generator(0, "v"), iterations=60)
     for i, (name, single) in enumerate(zip(WIRINGS, drawn, strict=True)):
         alone = wiring(name, L)
         loss, expected = residual_depth.loss_and_gradients(single, X, Y, CONFIG, alone)
@@ -98,9 +98,9 @@ def test_a_batch_of_wirings_and_seeds_is_one_by_one():
         for left, right in zip(gradients, expected, strict=True):
             torch.testing.assert_close(left[i], right, rtol=1e-9, atol=1e-10)
         own = depth_lambda_max(
-            single, X, CONFIG, alone, generator=generator(1, "v"), iterations=300
+            single, X, CONFIG, alone, generator=generator(1, "v"), iterations=60
         )
-        torch.testing.assert_close(top[i], own, rtol=1e-3, atol=0)
+        torch.testing.assert_close(top[i], own, rtol=3e-2, atol=0)
 
 
 @pytest.mark.parametrize("name", ["scaled", "rezero"])
@@ -116,9 +116,9 @@ def test_the_largest_eigenvalue_is_that_of_the_jacobian_of_what_is_trained(name)
     J = torch.cat([block.flatten(1) for block in trained], dim=1)
     expected = torch.linalg.matrix_norm(J, ord=2) ** 2
     top = depth_lambda_max(
-        parameters, X, CONFIG, wired, generator=generator(0, "v"), iterations=300
+        parameters, X, CONFIG, wired, generator=generator(0, "v"), iterations=60
     )
-    torch.testing.assert_close(top, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(top, expected, rtol=1e-3, atol=0)
     assert top <= expected * (1 + 1e-12)
 
 
