@@ -27,8 +27,8 @@ from attention_dynamics.models.residual_parameters import (
 from attention_dynamics.validation import require_integer, require_number
 
 WINDOW = (1e-18, 1e-2)
-r"""Rates are fitted to :math:`L_k/L_0` in here: the start is not yet linear, and float64 rounds
-the end, near 1e-24."""
+r"""Rates are fitted where :math:`L_k/L_0` lies in here. Earlier it is not yet linear, later float64
+rounds it, near 1e-24."""
 
 
 @dataclass(frozen=True)
