@@ -245,3 +245,13 @@ def test_bad_arguments_are_named():
         descend(bad, task, DAMPED, 1)
     with pytest.raises(ValueError, match="k = 5"):
         descend(factors(3, 4, 5), problem(3, 4, 5), Scheme("scaled", 0.5), 1)
+
+
+@pytest.mark.parametrize(("damping", "trapped"), [(0.1, True), (0.12, True), (0.13, False)])
+def test_damping_below_a_quarter_of_the_step_size_has_an_attracting_cycle(damping, trapped):
+    one = torch.eye(1, dtype=torch.float64)
+    task = RegressionProblem(one, one, one)
+    scheme = Scheme("scaled", 0.5, damping=damping)
+    start = Factors(0.4 * one, -0.41 * one)
+    run = descend(start, task, scheme, 400)
+    assert bool(run.excess[-1] > 0.1) == trapped
