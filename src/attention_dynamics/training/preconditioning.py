@@ -35,10 +35,10 @@ class Scheme:
       :math:`\lambda = c\,\|G_UQ^{-1/2}\|_F` and c the ``damping``: the damping is measured at the
       scale where both factors have the same norm, so the step does not depend on the scale.
 
-    Damping below :math:`\eta/4` leaves a trap: the pair :math:`u = -v` of one direction has a cycle
-    that attracts its neighbours. In a hundred trial runs from the spectral start at condition
-    numbers of 1000 and more, about four ended there with c = 0.1 and :math:`\eta` = 0.5, none with
-    c = 0.125 or more.
+    Damping below :math:`\eta/4` leaves a trap: the pair :math:`u = -v` of a direction other than
+    the leading one has a cycle that attracts its neighbours. In a hundred trial runs from the
+    spectral start at condition numbers of 1000 and more, about four ended there with c = 0.1 and
+    :math:`\eta` = 0.5, none with c = 0.125 or more.
 
     ``step_size`` is :math:`\eta`, a number or one a batch entry.
     ``regulariser`` is the weight w of :math:`\tfrac w8\|U^\top U - V^\top V\|_F^2`, whose gradient

@@ -249,9 +249,10 @@ def test_bad_arguments_are_named():
 
 @pytest.mark.parametrize(("damping", "trapped"), [(0.1, True), (0.12, True), (0.13, False)])
 def test_damping_below_a_quarter_of_the_step_size_has_an_attracting_cycle(damping, trapped):
-    one = torch.eye(1, dtype=torch.float64)
+    # The first direction is solved and holds the scale, which in one dimension is the whole gauge.
+    one = torch.eye(2, dtype=torch.float64)
     task = RegressionProblem(one, one, one)
     scheme = Scheme("scaled", 0.5, damping=damping)
-    start = Factors(0.4 * one, -0.41 * one)
+    start = Factors(one * torch.tensor([1.0, 0.4]), one * torch.tensor([1.0, -0.41]))
     run = descend(start, task, scheme, 400)
     assert bool(run.excess[-1] > 0.1) == trapped
