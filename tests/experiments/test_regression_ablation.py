@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -11,7 +12,7 @@ import torch
 
 from attention_dynamics.experiments import regression_ablation as experiment
 from attention_dynamics.models.population import RegressionProblem
-from attention_dynamics.running import Experiment, sweep
+from attention_dynamics.running import Experiment, read_results, sweep
 
 SMALL = experiment.PROFILES["smoke"].configs[0]
 SEEDS = range(1000, 1002)
@@ -44,6 +45,17 @@ def test_every_tuned_method_has_the_same_right_to_a_grid():
         assert rows["rate"].max() / rows["rate"].min() >= 6
     sizes = grid.groupby("method").size()
     assert sizes["adam"] == sizes["muon"] == 48
+
+
+def test_the_tuned_settings_are_the_stored_ones_that_the_rule_chooses():
+    stored = Path(__file__).parents[2] / "results" / "regression_ablation" / "tuning"
+    chosen = experiment.best(read_results(stored)[0])
+    keys = ["method", "start", "rho", "rate", "decay"]
+    written = pd.DataFrame([vars(config) for config in experiment.TUNED])[keys]
+    pd.testing.assert_frame_equal(
+        chosen[keys].reset_index(drop=True),
+        written.sort_values(["method", "start"]).reset_index(drop=True),
+    )
 
 
 def test_a_cell_does_not_depend_on_its_block_but_for_rounding():

@@ -116,8 +116,15 @@ _GRID = tuple(
     for decay in (False, True)
     for rate in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 )
-TUNED: tuple[Config, ...] = ()
-"""The best of the grid for each tuned method and start."""
+TUNED: tuple[Config, ...] = (
+    Config("gradient", "spectral", rate=1.5, rho=0.2, steps=120),
+    Config("gradient", "random", rate=1.5, rho=0.2, steps=120),
+    Config("adam", "spectral", rate=0.03, rho=0.5, steps=120),
+    Config("adam", "random", rate=0.1, rho=0.5, steps=120),
+    Config("muon", "spectral", rate=0.03, rho=0.2, decay=True, steps=120),
+    Config("muon", "random", rate=0.1, rho=0.2, decay=True, steps=120),
+)
+"""The best of the grid for each tuned method and start: stored results of ``tuning``, ``best``."""
 
 
 def _full_size(config: Config) -> Config:
