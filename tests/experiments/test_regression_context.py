@@ -6,9 +6,16 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
+import torch
 
+from attention_dynamics.data import generator
+from attention_dynamics.data.regression import regression_problem, sample
+from attention_dynamics.experiments import _trained_context as trained
 from attention_dynamics.experiments import regression_context
+from attention_dynamics.experiments.estimates import t_interval
+from attention_dynamics.models import regression
 from attention_dynamics.running import Experiment, sweep
+from attention_dynamics.training.structure_aware import spectral_initialisation
 
 SMALL = regression_context.PROFILES["smoke"].configs
 
@@ -69,6 +76,41 @@ def test_no_step_is_refused_and_training_pays(smoke_rows):
 def test_the_basin_is_entered_with_more_samples(smoke_rows):
     assert values(smoke_rows, "inside_small").mean() < 0.2
     assert values(smoke_rows, "inside_large").mean() > 0.9
+
+
+def test_the_distortion_is_split_into_what_a_linear_layer_absorbs_and_the_rest():
+    stream = generator(0, "split")
+    problem = regression_problem(4, 4, condition=3.0, noise=0.0, generator=stream)
+    queries = torch.randn(40, 4, generator=stream, dtype=torch.float64) @ problem.query_root
+    contexts = torch.randn(30, 4, generator=stream, dtype=torch.float64)
+    own = replace(problem, token_covariance=contexts.mT @ contexts / 30)
+    true = spectral_initialisation(own, 0.6)
+    linear, cross = trained._linear_part(true, own, queries, contexts)
+    rest = regression.forward(true, queries, contexts) - queries @ problem.target.mT
+    projector = queries @ torch.linalg.pinv(queries)
+    assert linear == pytest.approx(float((projector @ rest).square().sum()) / 80, rel=1e-9)
+    assert cross == pytest.approx(0.0, abs=1e-12)
+    # an error that undoes the linear fit: the cross term is minus twice the linear part
+    shift = torch.linalg.lstsq(queries, rest).solution.mT
+    moved = replace(own, target=problem.target + shift)
+    assert trained._linear_part(true, moved, queries, contexts)[1] == pytest.approx(-2 * linear)
+
+
+def test_the_distortion_is_what_the_softmax_adds_to_a_linear_layer():
+    # average over contexts: the layer at the truth of each context's covariance, against the
+    # closed form to first order in 1/T
+    ratios = []
+    for seed in range(60):
+        stream = generator(seed, "distortion test")
+        problem = regression_problem(3, 3, condition=2.0, noise=0.0, generator=stream)
+        data = sample(problem, 400, 400, generator=stream)
+        own = replace(problem, token_covariance=data.contexts.mT @ data.contexts / 400)
+        true = spectral_initialisation(own, 0.3)
+        added = regression.loss(true, *data)
+        ratios.append(float(added) / trained._distortion(true, own, 400))
+    found = t_interval(ratios)
+    assert found.lower < 1.0 < found.upper + 0.05
+    assert found.upper - found.lower < 0.3
 
 
 def test_another_part_is_refused():

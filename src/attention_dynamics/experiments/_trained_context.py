@@ -53,18 +53,22 @@ def floor(config: Config, seed: int, problem: RegressionProblem) -> dict[str, fl
     least_risk = _linear_risk(known.target, problem)
     start = RegressionProblem.from_samples(data.queries[: config.subset], data.contexts,
                                            data.targets[: config.subset])  # fmt: skip
-    layer = _layer_risk(result.factors, problem, _fresh(config, seed, problem), data.contexts)
-    # the context's own covariance is what training fits; what is left of the centred correction
+    queries = _fresh(config, seed, problem)
+    layer = _layer_risk(result.factors, problem, queries, data.contexts)
+    # the context's own covariance is what training fits
     own = replace(problem, token_covariance=known.token_covariance)
-    U, V = own.whiten(result.factors)
-    squares = U.square().sum() * V.square().sum() + (U @ V.mT).square().sum()
-    correction = finite_context_correction(result.factors, own, config.length, centred=True)
-    predicted = float(correction - squares / (2 * config.length))
+    predicted = _distortion(result.factors, own, config.length)
+    linear, cross = _linear_part(result.factors, own, queries, data.contexts)
+    true = spectral_initialisation(own, config.norm)  # A S_hat B' = M, untrained
+    untrained = _layer_risk(true, problem, queries, data.contexts)
     return {
         "risk": float(result.risk[-1]) / least_risk,
         "risk_at_start": _linear_risk(start.target, problem) / least_risk,
         "layer_risk": layer / least_risk,
         "distortion": (layer - float(result.risk[-1])) / predicted,
+        "distortion_linear": linear / predicted,
+        "distortion_cross": cross / predicted,
+        "distortion_untrained": untrained / _distortion(true, own, config.length),
         "least_squares": least_risk,
         "rejected": float(result.rejected),
     }
@@ -117,6 +121,32 @@ def normal(shape: tuple[int, ...], stream: torch.Generator, problem: RegressionP
 def _linear_risk(target: Tensor, problem: RegressionProblem) -> float:
     r""":math:`\tfrac12\lVert(M - M_\star)\Sigma^{1/2}\rVert_F^2`."""
     return 0.5 * float(((target - problem.target) @ problem.query_root).square().sum())
+
+
+def _distortion(factors: Factors, own: RegressionProblem, length: int) -> float:
+    """The centred correction of order 1/T without its part that is linear in the logits."""
+    U, V = own.whiten(factors)
+    squares = U.square().sum() * V.square().sum() + (U @ V.mT).square().sum()
+    correction = finite_context_correction(factors, own, length, centred=True)
+    return float(correction - squares / (2 * length))
+
+
+def _linear_part(
+    factors: Factors, own: RegressionProblem, queries: Tensor, contexts: Tensor
+) -> tuple[float, float]:
+    r"""
+    .. math:: \tfrac12\,\overline{\lVert Lx\rVert^2}, \qquad
+        \overline{\langle (A\hat SB^\top - M_\star)x,\ r(x)\rangle}, \qquad
+        r(x) = f(x) - A\hat SB^\top x,
+
+    means over the queries, with L the linear map that fits r best.
+    """
+    output = queries @ factors.B @ own.token_covariance @ factors.A.mT
+    rest = regression.forward(factors, queries, contexts, validate=False) - output
+    fitted = queries @ torch.linalg.lstsq(queries, rest).solution
+    error = output - queries @ own.target.mT
+    linear = 0.5 * fitted.square().sum(dim=-1).mean()
+    return float(linear), float((error * rest).sum(dim=-1).mean())
 
 
 def _layer_risk(

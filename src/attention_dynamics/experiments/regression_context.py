@@ -8,7 +8,9 @@ Five parts, told apart by ``part``; ``size`` replaces the field it names:
    the risk :math:`\tfrac12\lVert(A\hat SB^\top-M_\star)\Sigma^{1/2}\rVert_F^2` of the trained
    factors, with the covariance :math:`\hat S` of the context, over that of least squares; and what
    the softmax of the layer adds to it, over the part of the centred 1/T correction that is not
-   linear in the logits;
+   linear in the logits (``distortion``); and, to explain that, added without bands after its first
+   run: the same with factors at the truth, the best linear fit of the softmax's nonlinear part,
+   and its product with the error of the factors;
 3. ``"drift"``: the risk after ``size`` steps, and after a tenth of them;
 4. ``"basin"``: the share of draws of ``size`` times :math:`n_\star` samples whose least squares
    starts inside the basin of scaled descent, :math:`\lVert N_\star^{-1}E_0\rVert \le \tfrac12`,
@@ -38,17 +40,12 @@ from attention_dynamics.data.regression import regression_problem
 from attention_dynamics.experiments._trained_context import NAME, drift, floor, normal, prompts
 from attention_dynamics.experiments.estimates import Band, Profile, t_interval
 from attention_dynamics.experiments.shape import columns_of, rows_of
-from attention_dynamics.models.population import (
-    RegressionProblem,
-    finite_context_correction,
-)
+from attention_dynamics.models.population import RegressionProblem, finite_context_correction
 from attention_dynamics.models.regression import Factors
 from attention_dynamics.theory.gaussian_context import context_excess, sampled_excess
-from attention_dynamics.training.structure_aware import (
-    spectral_initialisation,
-)
+from attention_dynamics.training.structure_aware import spectral_initialisation
 
-SCHEMA = 1
+SCHEMA = 2
 Part = Literal["context", "floor", "drift", "basin", "prompts"]
 _NAMED = {"context": "length", "floor": "condition", "drift": "steps", "prompts": "length"}
 
