@@ -17,6 +17,15 @@ _NAMES = (
     "sample_maximum",
     "linearisation",
     "certificates",
+    "population_limit",
+    "regression_conditioning",
+    "regression_ablation",
+    "regression_context",
+    "residual_conditioning",
+    "residual_certificates",
+    "residual_training",
+    "residual_depth",
+    "encoder_scaling",
 )
 
 
