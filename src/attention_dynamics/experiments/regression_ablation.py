@@ -34,14 +34,8 @@ from torch import Tensor
 
 from attention_dynamics.data import generator
 from attention_dynamics.data.regression import RegressionSample, regression_problem, sample
-from attention_dynamics.experiments.estimates import (
-    Band,
-    Estimate,
-    Profile,
-    band_table,
-    median_interval,
-    t_interval,
-)
+from attention_dynamics.experiments import estimates
+from attention_dynamics.experiments.estimates import Band, Estimate, Profile
 from attention_dynamics.experiments.shape import columns_of, rows_of
 from attention_dynamics.models.population import RegressionProblem
 from attention_dynamics.models.regression import Factors
@@ -88,33 +82,32 @@ class Config:
 
 
 COLUMNS = columns_of(Config)
+_STARTS: tuple[Start, ...] = ("spectral", "random", "large", "skewed")
+_BOTH = _STARTS[:2]
 _SCALED: tuple[tuple[Start, Without], ...] = (
-    ("spectral", "nothing"), ("random", "nothing"), ("large", "nothing"), ("skewed", "nothing"),
-    ("spectral", "damping"), ("random", "damping"),
+    *((start, "nothing") for start in _STARTS), ("spectral", "damping"), ("random", "damping"),
     ("spectral", "renormalisation"), ("random", "renormalisation"), ("large", "renormalisation"),
 )  # fmt: skip
 _WHITEN: tuple[tuple[Start, Without], ...] = (
-    ("spectral", "nothing"), ("random", "nothing"), ("large", "nothing"), ("skewed", "nothing"),
-    ("spectral", "regulariser"), ("skewed", "regulariser"),
-    ("large", "renormalisation"), ("large", "both"), ("skewed", "both"),
+    *((start, "nothing") for start in _STARTS), ("spectral", "regulariser"),
+    ("skewed", "regulariser"), ("large", "renormalisation"), ("large", "both"), ("skewed", "both"),
 )  # fmt: skip
 _AWARE = tuple(Config("scaled", start, without) for start, without in _SCALED) + tuple(
     Config("whiten", start, without, steps=60) for start, without in _WHITEN
 )
-_BOTH: tuple[Start, ...] = ("spectral", "random")
-_RULES: tuple[Method, ...] = ("adam", "muon")
+_RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
+_SEARCHED: tuple[tuple[Method, tuple[bool, ...], tuple[float, ...]], ...] = (
+    ("gradient", (False,), (0.25, 0.5, 1.0, 1.5)),
+    ("adam", (False, True), _RATES),
+    ("muon", (False, True), _RATES),
+)
 _GRID = tuple(
-    Config("gradient", start, rate=rate, steps=120, rho=rho, block=5)
-    for start in _BOTH
-    for rho in (0.2, 0.5)
-    for rate in (0.25, 0.5, 1.0, 1.5)
-) + tuple(
     Config(method, start, rate=rate, decay=decay, steps=120, rho=rho, block=5)
-    for method in _RULES
+    for method, decays, rates in _SEARCHED
     for start in _BOTH
     for rho in (0.2, 0.5)
-    for decay in (False, True)
-    for rate in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
+    for decay in decays
+    for rate in rates
 )
 TUNED: tuple[Config, ...] = (
     Config("gradient", "spectral", rate=1.5, rho=0.2, steps=120),
@@ -125,12 +118,6 @@ TUNED: tuple[Config, ...] = (
     Config("muon", "random", rate=0.1, rho=0.2, decay=True, steps=120),
 )
 """The best of the grid for each tuned method and start: stored results of ``tuning``, ``best``."""
-
-
-def _full_size(config: Config) -> Config:
-    return replace(config, samples=384, length=768, subset=48, steps=2 * config.steps)
-
-
 PROFILES = {
     "smoke": Profile(
         tuple(
@@ -141,11 +128,16 @@ PROFILES = {
     ),
     "tuning": Profile(_GRID, seeds=tuple(range(1000, 1005))),
     "book": Profile(_AWARE + TUNED, seeds=tuple(range(20))),
-    "paper": Profile(tuple(_full_size(c) for c in _AWARE + TUNED), seeds=tuple(range(20))),
+    "paper": Profile(
+        tuple(
+            replace(c, steps=2 * c.steps, samples=384, length=768, subset=48)
+            for c in _AWARE + TUNED
+        ),
+        seeds=tuple(range(20)),
+    ),
 }
 
-_ASKED = "asked of structure-aware descent before it was built"
-BANDS = {f"end_{start}": Band(0.9, 1.15, _ASKED) for start in _BOTH}
+BANDS = {f"end_{start}": Band(0.9, 1.15, "asked before it was built") for start in _BOTH}
 
 
 def run(config: Config, seed: int, device: str = "cpu") -> pd.DataFrame:
@@ -159,7 +151,7 @@ def run(config: Config, seed: int, device: str = "cpu") -> pd.DataFrame:
 
 
 class Task(NamedTuple):
-    """The samples, what they say of the problem, that of a subset, and the truth (with S hat)."""
+    """The samples, what they and a subset say of the problem, and the truth (with S hat)."""
 
     data: RegressionSample
     known: RegressionProblem
@@ -219,9 +211,7 @@ def start(config: Config, seeds: range, task: Task) -> Factors:
 
 def optimiser(config: Config, task: Task) -> Scheme | Rule:
     """The steps of a configuration. Raises ValueError for an unknown method."""
-    decay_steps = config.steps if config.decay else None
-    kept = config.without not in ("renormalisation", "both")
-    rho = config.rho if kept else None
+    rho = None if config.without in ("renormalisation", "both") else config.rho
     if config.method == "scaled":
         damping = 0.0 if config.without == "damping" else 0.2
         return Scheme("scaled", 0.5, damping=damping, rho=rho)
@@ -231,12 +221,11 @@ def optimiser(config: Config, task: Task) -> Scheme | Rule:
         return Scheme("whiten", step_size, regulariser=weight, rho=rho)
     if config.method == "gradient":
         return Scheme("none", config.rate * stable_step_size(task.known), rho=rho)
-    if config.method == "adam":
-        return Adam(config.rate, decay_steps=decay_steps)
-    if config.method == "muon":
-        return Muon(config.rate, decay_steps=decay_steps)
+    if config.method in ("adam", "muon"):
+        rule = Adam if config.method == "adam" else Muon
+        return rule(config.rate, decay_steps=config.steps if config.decay else None)
     raise ValueError(
-        f"method must be 'scaled', 'whiten', 'gradient', 'adam' or 'muon', got {config.method!r}"
+        f"method must be scaled, whiten, gradient, adam or muon, got {config.method!r}"
     )
 
 
@@ -260,9 +249,9 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
             & (frame["start"] == quantity.removeprefix("end_"))
             & (frame["quantity"] == "end")
         ]
-        return None if rows.empty else t_interval(rows["value"])
+        return None if rows.empty else estimates.t_interval(rows["value"])
 
-    return band_table(BANDS, estimate)
+    return estimates.band_table(BANDS, estimate)
 
 
 def table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -271,7 +260,10 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
     wide = frame.pivot_table(index=[*keys, "seed"], columns="quantity", values="value", sort=False)
     records = []
     for values, group in wide.groupby(keys, sort=False):
-        steps, end = median_interval(group["step_reached"]), median_interval(group["end"])
+        steps, end = (
+            estimates.median_interval(group["step_reached"]),
+            estimates.median_interval(group["end"]),
+        )
         records.append(
             {
                 **dict(zip(keys, values, strict=True)),
