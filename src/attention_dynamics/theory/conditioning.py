@@ -3,7 +3,8 @@ r"""Conditioning of the attention output :math:`Z = A X W_V + r_a X`, tokens as 
 Four facts: the singular values of Z (:func:`attention_spectrum`); how many of those of A are not
 small (:func:`softmax_rank_bound`); what a residual guarantees for every matrix A whatsoever
 (:func:`angle_bound`), and which A it guarantees no more for (:func:`worst_attention`). Rows are the
-nT tokens of all sequences; A is then block diagonal.
+nT tokens of all sequences; A is then block diagonal. Tokens and value matrices may each carry
+leading axes, which broadcast.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from scipy.special import gammainc
 from torch import Tensor
 
 from attention_dynamics.validation import (
+    known_truth,
     require_finite,
     require_floating,
     require_integer,
@@ -81,7 +83,7 @@ def principal_sine(
     image, image_rank = _row_basis(basis.mT @ value)
     distant = torch.linalg.svdvals(basis - image @ (image.mT @ basis))
     # Columns beyond the rank are zero, and so are their singular values: take the rank-th one.
-    index = (rank - 1).clamp_min(0)[..., None]
+    index = (rank - 1).clamp_min(0)[..., None].expand(*distant.shape[:-1], 1)
     sine = distant.gather(-1, index)[..., 0].clamp_max(1.0)
     sine = torch.where(rank == 0, torch.ones_like(sine), sine)
     return torch.where(rank + image_rank > tokens.shape[-1], torch.zeros_like(sine), sine)
@@ -108,7 +110,8 @@ def worst_attention(
         \sigma_{nT}(X \Pi) = \min_A \sigma_{nT}(X + A X W_V),
 
     with :math:`\Pi` the projection along :math:`W_V^\top \operatorname{row}(X)`: the matrix for
-    which a residual guarantees least. It is no softmax matrix as a rule. Returns (..., nT, nT).
+    which a residual guarantees least. As a rule it is no softmax matrix, nor block diagonal.
+    Returns (..., nT, nT).
     """
     tokens, value = _pair(tokens, value)
     return -tokens @ torch.linalg.pinv(tokens @ value)
@@ -124,9 +127,16 @@ def condition_bound(
         \frac{\sigma_1(X) + \|A\|\, \|X W_V\|}{\sigma_{nT}(X)\, \sin\vartheta} .
 
     ``attention_norm`` bounds the spectral norm of A; :math:`\sqrt T` always does if the rows of
-    every block of A are weights of T tokens. Returns (...), infinite where the angle is 0.
+    every block of A are weights of T tokens. Returns (...), infinite where the angle is 0. Raises
+    ValueError for shapes that do not fit, or a norm that is negative or not finite.
     """
     tokens, value = _pair(tokens, value)
+    if isinstance(attention_norm, Tensor):
+        require_finite("attention_norm", attention_norm)
+        if known_truth((attention_norm < 0).any()):
+            raise ValueError("attention_norm: expected norms >= 0, got a negative one")
+    else:
+        require_number("attention_norm", attention_norm)
     spectrum = attention_spectrum(tokens)
     below = spectrum.smallest * principal_sine(tokens, value)
     above = spectrum.largest + attention_norm * torch.linalg.matrix_norm(tokens @ value, 2)
@@ -203,4 +213,11 @@ def _pair(tokens: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     tokens = _matrix("tokens", tokens)
     require_matrix("value", value, ("d", "d"), {"d": tokens.shape[-1]})
     require_floating("value", value, tokens.dtype)
+    try:
+        torch.broadcast_shapes(tokens.shape[:-2], value.shape[:-2])
+    except RuntimeError:
+        raise ValueError(
+            f"value: its batch {tuple(value.shape[:-2])} does not fit that of the tokens, "
+            f"{tuple(tokens.shape[:-2])}"
+        ) from None
     return tokens, _matrix("value", value)

@@ -95,6 +95,24 @@ def test_the_worst_attention_attains_the_minimum_over_all_matrices():
         assert (other >= attained * (1 - 1e-10)).all()
 
 
+def test_the_angle_bound_holds_for_ill_conditioned_tokens_and_values():
+    tokens = torch.logspace(0, -6, 3, **double)[:, None] * gaussian(50, 3, 8)
+    value = torch.logspace(0, -6, 8, **double)[:, None] * gaussian(50, 8, 8, name="value")
+    A = cond.worst_attention(tokens, value)
+    worst = cond.attention_spectrum(tokens + A @ tokens @ value).smallest
+    bound = cond.angle_bound(tokens, value)
+    assert (bound > 0).all()
+    assert (bound <= worst * (1 + 1e-6)).all()
+
+
+def test_one_token_in_one_dimension_can_be_cancelled():
+    one, value = torch.full((1, 1), 2.0, **double), torch.full((1, 1), 0.5, **double)
+    assert cond.angle_bound(one, value) == 0
+    assert cond.worst_attention(one, value) == pytest.approx(-2)
+    assert cond.condition_bound(one, value, 1.0) == math.inf
+    assert cond.attention_spectrum(one).condition == 1
+
+
 def test_orthonormal_tokens_attain_the_angle_bound():
     tokens = torch.linalg.qr(gaussian(8, 3))[0].mT
     value = gaussian(8, 8, name="value")
@@ -115,6 +133,52 @@ def test_the_condition_bound_holds_and_is_infinite_without_an_angle():
     norm = torch.linalg.matrix_norm(A, 2)
     assert (condition <= cond.condition_bound(tokens, value, norm)).all()
     assert cond.condition_bound(gaussian(5, 8), gaussian(8, 8), 1.0) == math.inf
+
+
+def test_the_condition_bound_is_its_formula_for_tokens_on_axes():
+    tokens = torch.diag(torch.tensor([3.0, 2.0, 0.0, 0.0], **double))[:2]
+    turn = torch.zeros(4, 4, **double)
+    turn[0, 2], turn[1, 3] = 5.0, 4.0  # orthogonal to the tokens: the sine is 1
+    assert cond.condition_bound(tokens, turn, 0.7) == pytest.approx((3 + 0.7 * 15) / 2)
+    turn[0, 0] = 5.0  # the image of the first axis now lies at 45 degrees to it
+    assert cond.principal_sine(tokens, turn) == pytest.approx(0.5**0.5)
+    expected = (3 + 0.7 * 15 * 2**0.5) / (2 * 0.5**0.5)
+    assert cond.condition_bound(tokens, turn, 0.7) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"), [((), (5,)), ((5,), ()), ((1,), (5,)), ((3, 1), (4,)), ((5,), (2, 1))]
+)
+def test_batches_of_tokens_and_value_matrices_broadcast(left, right):
+    tokens, value = gaussian(*left, 2, 6), gaussian(*right, 6, 6, name="value")
+    batch = torch.broadcast_shapes(left, right)
+    all_tokens, all_values = tokens.expand(*batch, 2, 6), value.expand(*batch, 6, 6)
+    norm = torch.full(batch, 0.5, **double)
+    for function in (
+        cond.principal_sine,
+        cond.angle_bound,
+        cond.worst_attention,
+        lambda X, V: cond.condition_bound(X, V, norm),
+    ):
+        found = function(tokens, value)
+        assert found.shape[: len(batch)] == batch
+        pairs = zip(all_tokens.reshape(-1, 2, 6), all_values.reshape(-1, 6, 6), strict=True)
+        expected = [
+            function(X, V).flatten()[0] if function is not cond.worst_attention else function(X, V)
+            for X, V in pairs
+        ]
+        torch.testing.assert_close(
+            found.reshape(len(expected), *found.shape[len(batch) :]), torch.stack(expected)
+        )
+
+
+def test_the_gaussian_bound_is_its_formula():
+    t = math.sqrt(2 * math.log(2 / 0.1))
+    tangent = (math.sqrt(48) - math.sqrt(2) - t) / (2 * math.sqrt(2) + t)
+    expected = tangent / math.hypot(1, tangent)
+    assert cond.gaussian_sine_bound(2, 50, 0.1) == pytest.approx(expected, rel=1e-12)
+    assert cond.gaussian_sine_bound(100, 4, 0.1) == 0
+    assert cond.gaussian_sine_limit(3, 24) == 0.75
 
 
 def test_the_gaussian_bound_holds_and_lies_below_the_limit():
@@ -168,6 +232,14 @@ def test_one_precision_and_one_device_are_kept():
         (lambda: cond.attention_spectrum(torch.ones(0, 3)), "no spectrum"),
         (lambda: cond.angle_bound(torch.ones(2, 3), torch.ones(2, 2)), "value: expected shape"),
         (lambda: cond.worst_attention(torch.ones(2, 3), torch.ones(3, 2)), "value"),
+        (lambda: cond.angle_bound(torch.ones(3, 2, 4), torch.ones(2, 4, 4)), "batch"),
+        (lambda: cond.condition_bound(torch.ones(1, 2), torch.eye(2), -1.0), "attention_norm"),
+        (
+            lambda: cond.condition_bound(
+                torch.ones(1, 2), torch.eye(2), torch.tensor(float("nan"))
+            ),
+            "attention_norm",
+        ),
         (lambda: cond.gaussian_sine_limit(0, 4), "rows"),
         (lambda: cond.gaussian_sine_bound(1, 4, 1.0), "failure"),
         (lambda: cond.softmax_rank_bound(-1, 1.0, 2), "degree"),
