@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 import torch
@@ -224,19 +224,15 @@ def optimiser(config: Config, task: Task) -> Scheme | Rule:
     if config.method in ("adam", "muon"):
         rule = Adam if config.method == "adam" else Muon
         return rule(config.rate, decay_steps=config.steps if config.decay else None)
-    raise ValueError(
-        f"method must be scaled, whiten, gradient, adam or muon, got {config.method!r}"
-    )
+    raise ValueError(f"method must be one of the five of Method, got {config.method!r}")
 
 
 def trace(config: Config, seeds: range, device: str = "cpu") -> tuple[Descent, Tensor]:
     """The runs of some seeds, and the risk of least squares (seeds,)."""
     task = draw(config, seeds, device)
-    descent = descend(
-        start(config, seeds, task), task.known, optimiser(config, task), config.steps,
-        sample=task.data, truth=task.truth, check=False,
-    )  # fmt: skip
-    return descent, task.floor
+    begin, rule = start(config, seeds, task), optimiser(config, task)
+    options: dict[str, Any] = {"sample": task.data, "truth": task.truth, "check": False}
+    return descend(begin, task.known, rule, config.steps, **options), task.floor
 
 
 def summarise(frame: pd.DataFrame) -> pd.DataFrame:
