@@ -14,6 +14,7 @@ from attention_dynamics.theory.gaussian_context import (
     context_excess,
     context_exponent,
     mean_collision_moments,
+    sampled_excess,
 )
 
 
@@ -106,14 +107,67 @@ def test_the_excess_against_fresh_contexts(centred):
     assert abs(loss.mean() - limit - expected) < 4 * loss.std() / math.sqrt(draws)
 
 
+@pytest.mark.parametrize("largest", [4.0, 12.0, 39.0])
+def test_the_excess_interpolates_well_at_large_logits(largest):
+    eye = torch.eye(1, dtype=torch.float64)
+    problem = RegressionProblem(eye, eye, eye)
+    x = torch.linspace(0.01, 1.0, 13, dtype=torch.float64)[:, None] * largest
+    for length in (3, 10**6):
+        found = context_excess(Factors(eye, eye), problem, x, length)
+        moments = [collision_moments(float(value), (length,)) for value in x[:, 0]]
+        pi, chi = (torch.tensor([float(m[i][0]) for m in moments]).double() for i in (0, 1))
+        expected = 0.5 * pi + 0.5 * (pi - 6 * chi) * x[:, 0] ** 2
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("v", [0.3, 1.0])
+@pytest.mark.parametrize("length", [1, 2, 12])
+def test_sampled_excess_is_unbiased_and_its_control_variate_pays(v, length):
+    stream = generator(0, "sampled excess", length)
+    k, draws = 3, 40000
+    A, M = (torch.randn(2, k, generator=stream, dtype=torch.float64) for _ in range(2))
+    root = torch.randn(k, k, generator=stream, dtype=torch.float64) / 2
+    S = root @ root.T + 0.3 * torch.eye(k, dtype=torch.float64)
+    problem = RegressionProblem(M[:, :2], torch.eye(2, dtype=torch.float64), S)
+    B = torch.randn(2, k, generator=stream, dtype=torch.float64)
+    x = torch.tensor([[0.8, -0.6]], dtype=torch.float64)
+    factors = Factors(A, v * B / (x @ B @ S @ B.T @ x.T).sqrt())  # logits of deviation v
+    tokens = torch.randn(draws, length, k, generator=stream, dtype=torch.float64)
+    tokens = tokens @ torch.linalg.cholesky(S).T
+    found = sampled_excess(factors, problem, x.expand(draws, 2), tokens)
+    expected = context_excess(factors, problem, x, length)
+    assert abs(found.mean() - expected) < 4 * found.std() / math.sqrt(draws)
+    if v < 1 and length > 1:
+        pooled = attend(factors, x.expand(draws, 2), tokens) @ A.T
+        plain = 0.5 * (pooled - x @ problem.target.T).square().sum(dim=-1)
+        assert found.std() < plain.std()
+
+
+def test_mean_over_queries_weighs_the_spread_by_the_square():
+    norm, length = 0.6, 7
+    x, weight = np.polynomial.hermite_e.hermegauss(80)
+    rows = [collision_moments(norm * abs(float(value)), (length,)) for value in x]
+    weight = weight / math.sqrt(2 * math.pi)
+    second = sum(w * row.second[0] for w, row in zip(weight, rows, strict=True))
+    spread = sum(
+        w * (norm * value) ** 2 * row.spread[0]
+        for w, value, row in zip(weight, x, rows, strict=True)
+    )
+    found = mean_collision_moments(norm, (length,))
+    assert found.second[0] == pytest.approx(second, rel=1e-7)
+    assert found.spread[0] == pytest.approx(spread, rel=1e-6)
+
+
 def test_refusals():
     with pytest.raises(ValueError, match=r"deviation must lie in \[0, 40\], got -1"):
         collision_moments(-1.0, (4,))
     with pytest.raises(ValueError, match="lengths must be a list of numbers"):
         collision_moments(1.0, (0.5,))
-    for function in (context_exponent, lambda norm: mean_collision_moments(norm, (4,))):
-        with pytest.raises(ValueError, match="norm must be positive, got 0"):
-            function(0.0)
+    with pytest.raises(ValueError, match="norm must be positive, got 0"):
+        context_exponent(0.0)
+    for norm in (0.0, 20.0, math.nan):  # beyond 5 queries that matter would be cut off
+        with pytest.raises(ValueError, match="norm must be positive and at most 5"):
+            mean_collision_moments(norm, (4,))
     eye = torch.eye(2, dtype=torch.float64)
     batched = Factors(eye.expand(3, 2, 2), eye.expand(3, 2, 2))
     with pytest.raises(ValueError, match="must not be batched"):
