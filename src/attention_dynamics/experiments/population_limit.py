@@ -60,7 +60,7 @@ class Config:
     """
 
     length: int
-    samples: int = 1024
+    samples: int = 2048
     contexts: int = 48
     queries: int = 64
     dimension: int = 6
