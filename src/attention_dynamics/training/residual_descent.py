@@ -37,8 +37,8 @@ class ResidualRun:
 
     ``steps`` (r,), ``losses`` (r, ...) and ``distances`` :math:`\|\theta_k - \theta_0\|` (r, ...)
     are those of the recorded steps; the losses of a diverged seed are infinite from there on, its
-    distances and its ``final`` parameters those of the last step that was finite. ``diverged``
-    (...) is True where the loss left the limit or was NaN.
+    distances and its ``final`` parameters those of the last step before (of the start where that
+    is bad already). ``diverged`` (...) is True where the loss left the limit or was not finite.
     """
 
     steps: Int[Tensor, " r"]
@@ -69,8 +69,9 @@ def gradient_descent(
     .. math:: \theta_{k+1} = \theta_k - \eta\,\nabla L(\theta_k), \qquad k < \texttt{steps},
 
     in the ``blocks`` named, the others fixed. ``step_size`` is one number, or one a seed. A seed
-    whose loss is NaN or above ``limit`` times :math:`L_0` is flagged and no longer moved, so that
-    it can't spoil the others. Recorded are step 0, each ``every``-th step and the last one.
+    whose loss is not finite or above ``limit`` times :math:`L_0` is flagged, put back by one step
+    and no longer moved, so that it can't spoil the others. Recorded are step 0, each ``every``-th
+    step and the last one.
 
     Raises ValueError for a step size that is not positive, a number of steps or ``every`` below 1,
     an unknown block, shapes that do not fit and data that are not finite.
@@ -90,19 +91,21 @@ def gradient_descent(
         )
     start = ResidualParameters(*(block.expand(*batch, *block.shape[-2:]) for block in parameters))
     point, frozen = start, torch.zeros(batch, dtype=torch.bool, device=tokens.device)
+    before = start
     initial = torch.zeros(batch, dtype=tokens.dtype, device=tokens.device)
     recorded: list[tuple[int, Tensor, Tensor]] = []
     for step in range(steps + 1):
         value, gradient = loss_and_gradients(point, tokens, targets, config, validate=False)
         if step == 0:
             initial = value
-        frozen = frozen | ~(value <= limit * initial)
+        frozen = frozen | ~(torch.isfinite(value) & (value <= limit * initial))
+        if bool(frozen.any()):
+            point = _where(frozen, before, point)
         if step % every == 0 or step == steps:
             distance = point.plus(start, -1.0).norm()
             recorded.append((step, value.masked_fill(frozen, torch.inf), distance))
         if step < steps:
-            moved = point.plus(gradient.only(blocks), -eta)
-            point = _where(frozen, point, moved) if bool(frozen.any()) else moved
+            before, point = point, point.plus(gradient.only(blocks), -eta)
     count, losses, distances = zip(*recorded, strict=True)
     return ResidualRun(
         torch.tensor(count), torch.stack(losses), torch.stack(distances), point, frozen

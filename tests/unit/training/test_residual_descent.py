@@ -92,6 +92,32 @@ def test_a_nan_is_flagged_and_does_not_move():
     assert torch.isfinite(run.losses[:, 0]).all()
 
 
+def test_a_loss_that_is_infinite_at_the_start_is_flagged():
+    parameters, X, Y = instance(2)
+    huge = parameters._replace(W2=parameters.W2.clone())
+    huge.W2[1] = 1e200
+    assert torch.isinf(residual.loss(huge, X, Y, CONFIG)).tolist() == [False, True]
+    run = gradient_descent(huge, X, Y, CONFIG, step_size=1e-3, steps=4)
+    assert run.diverged.tolist() == [False, True]
+    assert torch.equal(run.final.W2[1], huge.W2[1])
+    assert torch.isnan(measured_rate(run)[1])
+    assert torch.isinf(steps_to(run, 0.5)[1])
+
+
+@pytest.mark.parametrize("eta", [10.0, 1e200, 1e308])
+def test_what_diverges_is_left_at_the_last_step_within_the_limit(eta):
+    parameters, X, Y = instance(1)
+    run = gradient_descent(parameters, X, Y, CONFIG, step_size=eta, steps=60)
+    assert run.diverged.all()
+    assert torch.isfinite(run.distances).all()
+    last = residual.loss(run.final, X, Y, CONFIG)
+    assert last <= 1e6 * run.losses[0]
+    # One more step leaves the limit.
+    gradient = residual.loss_and_gradients(run.final, X, Y, CONFIG)[1]
+    gone = residual.loss(run.final.plus(gradient, -eta), X, Y, CONFIG, validate=False)
+    assert not gone <= 1e6 * run.losses[0]
+
+
 def test_two_over_lambda_max_separates_convergence_from_divergence():
     # A linear model: slope 1 makes phi the identity, and only W_2 moves.
     config = replace(CONFIG, slope=1.0)
