@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
-from attention_dynamics.experiments import _common_models as models
+from attention_dynamics.experiments import common_models as models
 from attention_dynamics.experiments import common_task as experiment
 from attention_dynamics.running import Experiment, sweep
 

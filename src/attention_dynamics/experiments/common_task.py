@@ -45,7 +45,7 @@ from typing import Literal
 import pandas as pd
 import torch
 
-from attention_dynamics.experiments._common_models import Recorded, descend
+from attention_dynamics.experiments.common_models import Recorded, descend
 from attention_dynamics.experiments.estimates import (
     Band,
     Estimate,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from attention_dynamics.experiments import common_task
-from attention_dynamics.experiments._common_models import reaches
+from attention_dynamics.experiments.common_models import reaches
 from attention_dynamics.experiments.estimates import (
     Band,
     Estimate,
