@@ -141,7 +141,7 @@ class RegressionProblem:
 
     @cached_property
     def latent_rank(self) -> int:
-        r"""The largest rank that :math:`U V^\top` can have, :math:`\operatorname{rank} S`."""
+        r"""The rank of S, the largest that :math:`U V^\top` can have; the smallest over the batch."""
         return int(self._token.rank.min())
 
     @property
@@ -160,8 +160,10 @@ class RegressionProblem:
 
         The sum is empty where the latent width reaches the rank of :math:`N_\star`.
         """
-        tail = self.singular_values[..., self.latent_rank :].square().sum(dim=-1)
-        return self.noise_loss + 0.5 * tail
+        squares = self.singular_values.square()
+        place = torch.arange(squares.shape[-1], device=squares.device)
+        beyond = place >= self._token.rank[..., None]
+        return self.noise_loss + 0.5 * torch.where(beyond, squares, 0.0).sum(dim=-1)
 
     def whiten(self, factors: Factors) -> tuple[Tensor, Tensor]:
         r""":math:`(U, V) = (A S^{1/2}, \Sigma^{1/2} B S^{1/2})`.

@@ -91,6 +91,21 @@ def test_a_singular_token_covariance_lowers_the_latent_rank():
     torch.testing.assert_close(problem.minimum, problem.noise_loss + tail, **TIGHT)
 
 
+def test_the_minimum_of_a_batch_is_that_of_each_entry():
+    # Entries whose token covariances have different ranks leave different tails.
+    problems = [problem_of(3, 4, 4, token_rank=rank, seed=rank) for rank in (4, 2, 1)]
+    many = RegressionProblem.stack(problems)
+    expected = torch.stack([problem.minimum for problem in problems])
+    torch.testing.assert_close(many.minimum, expected, **TIGHT)
+    assert many.latent_rank == 1
+    crossed = RegressionProblem(
+        torch.stack([problem.target for problem in problems])[:, None],
+        problems[0].query_covariance,
+        many.token_covariance[:2],
+    )
+    assert crossed.minimum.shape == crossed.batch_shape == (3, 2)
+
+
 def test_the_rank_is_that_of_the_whitened_target():
     assert problem_of(3, 4).rank == 3
     assert problem_of(3, 4, query_rank=2).rank == 2
