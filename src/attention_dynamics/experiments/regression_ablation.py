@@ -117,7 +117,7 @@ TUNED: tuple[Config, ...] = (
     Config("muon", "spectral", rate=0.03, rho=0.2, decay=True, steps=120),
     Config("muon", "random", rate=0.1, rho=0.2, decay=True, steps=120),
 )
-"""The best of the grid for each tuned method and start: stored results of ``tuning``, ``best``."""
+"""The best of the grid for each tuned method and start, by the stored results of ``tuning``."""
 PROFILES = {
     "smoke": Profile(
         tuple(

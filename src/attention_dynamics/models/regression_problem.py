@@ -146,9 +146,7 @@ class RegressionProblem:
 
     @property
     def noise_loss(self) -> Float[Tensor, "*batch"]:
-        r""":math:`\tfrac12 \operatorname{tr} \operatorname{Cov} \epsilon
-        = \tfrac12 m \sigma_\epsilon^2`.
-        """
+        r""":math:`\tfrac12 m_y \sigma_\epsilon^2`, which no choice of the factors takes away."""
         noise = torch.as_tensor(self.noise, dtype=self.target.dtype, device=self.target.device)
         return 0.5 * self.outputs * noise.square()
 

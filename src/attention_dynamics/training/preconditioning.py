@@ -98,7 +98,7 @@ class Scheme:
 def move(
     factors: Factors, gradients: Factors, problem: RegressionProblem, scheme: Scheme
 ) -> tuple[Factors, Tensor]:
-    """The factors after a step, and (*batch) whether that step is to be taken."""
+    r"""The factors after a step, and (\*batch) whether that step is to be taken."""
     U, V = problem.whiten(factors)
     ratio = spectral_norm(U) / spectral_norm(V)
     weight = ratio if scheme.rho is not None else torch.ones_like(ratio)
@@ -125,13 +125,13 @@ def move(
 
 
 def finite(factors: Factors) -> Tensor:
-    """Whether all entries are finite, (*batch)."""
+    r"""Whether all entries are finite, (\*batch)."""
     A, B = (torch.isfinite(block).all(dim=-1).all(dim=-1) for block in factors)
     return A & B
 
 
 def chosen(flags: Tensor, new: Factors, old: Factors) -> Factors:
-    """``new`` where the flag (*batch) is set, ``old`` elsewhere."""
+    r"""``new`` where the flag (\*batch) is set, ``old`` elsewhere."""
     kept = flags[..., None, None]
     return new.zip(old, lambda a, b: torch.where(kept, a, b))
 
@@ -180,7 +180,7 @@ def _scaled(
 
 
 def _right_singular(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """All k right singular vectors (*batch, k, k) as columns, and the k values, zeros included."""
+    r"""All k right singular vectors (\*batch, k, k) as columns, and the k values, zeros included."""
     rows, columns = matrix.shape[-2:]
     _, values, vectors = torch.linalg.svd(matrix, full_matrices=rows < columns)
     return torch.nn.functional.pad(values, (0, max(0, columns - rows))), vectors.mT
