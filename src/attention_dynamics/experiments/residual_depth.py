@@ -37,8 +37,8 @@ AGAINST = "layers"
 class Config:
     r"""One depth; ``fraction`` is :math:`\eta\lambda_{\max}`.
 
-    ``together`` seeds are computed in one batch (0 to 19, 20 to 39, ...), which changes nothing but
-    the time.
+    ``together`` seeds are computed in one batch (0 to 19, 20 to 39, ...), which changes the time
+    and the start of the power iteration, nothing else.
     """
 
     layers: int

@@ -26,6 +26,7 @@ from attention_dynamics.models.residual_parameters import (
     ResidualParameters,
     init_parameters,
     phi,
+    require_broadcast,
     require_targets,
     stack_parameters,
 )
@@ -204,10 +205,16 @@ def require_depth(parameters: DepthParameters, tokens: Tensor, config: ResidualC
             f"tokens: expected shape (..., n, T, d) with d = {config.dimension}, got {got}; "
             "tokens are the rows of each sequence"
         )
+    if 0 in tokens.shape:
+        raise ValueError(f"tokens: expected no empty axis, got {describe_shape(tokens.shape)}")
     require_floating("tokens", tokens)
     require_finite("tokens", tokens)
-    require_floating("gains", parameters.gains, tokens.dtype)
     leading = parameters.gains.shape
+    if not leading or leading[-1] == 0:
+        raise ValueError(
+            f"gains: expected shape (..., L) with L >= 1, got {describe_shape(leading)}"
+        )
+    require_floating("gains", parameters.gains, tokens.dtype)
     blocks = ResidualParameters(*parameters[:5])._asdict()
     for (name, shape), value in zip(config.shapes().items(), blocks.values(), strict=True):
         if value.shape != (*leading, *shape):
@@ -216,6 +223,7 @@ def require_depth(parameters: DepthParameters, tokens: Tensor, config: ResidualC
                 f"those of the gains, got {describe_shape(value.shape)}"
             )
         require_floating(name, value, tokens.dtype)
+    require_broadcast(leading[:-1], tokens)
 
 
 def growth(stack: Stack, tokens: Float[Tensor, "*batch n T d"]) -> Float[Tensor, "*batch L"]:

@@ -202,6 +202,11 @@ def require_parameters(
                 f"leading axes in all five blocks, got {describe_shape(value.shape)}"
             )
         require_floating(f"{name}{block}", value, tokens.dtype)
+    require_broadcast(leading, tokens)
+
+
+def require_broadcast(leading: tuple[int, ...], tokens: Tensor) -> None:
+    """Check that the leading axes of the parameters and those of the tokens broadcast."""
     try:
         np.broadcast_shapes(leading, tokens.shape[:-3])
     except ValueError:

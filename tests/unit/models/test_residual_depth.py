@@ -97,9 +97,7 @@ def test_a_batch_of_wirings_and_seeds_is_one_by_one():
         torch.testing.assert_close(losses[i], loss, rtol=1e-12, atol=0)
         for left, right in zip(gradients, expected, strict=True):
             torch.testing.assert_close(left[i], right, rtol=1e-9, atol=1e-10)
-        own = depth_lambda_max(
-            single, X, CONFIG, alone, generator=generator(1, "v"), iterations=60
-        )
+        own = depth_lambda_max(single, X, CONFIG, alone, generator=generator(1, "v"), iterations=60)
         torch.testing.assert_close(top[i], own, rtol=3e-2, atol=0)
 
 
@@ -115,9 +113,7 @@ def test_the_largest_eigenvalue_is_that_of_the_jacobian_of_what_is_trained(name)
     trained = jacobian if name == "rezero" else jacobian[:5]
     J = torch.cat([block.flatten(1) for block in trained], dim=1)
     expected = torch.linalg.matrix_norm(J, ord=2) ** 2
-    top = depth_lambda_max(
-        parameters, X, CONFIG, wired, generator=generator(0, "v"), iterations=60
-    )
+    top = depth_lambda_max(parameters, X, CONFIG, wired, generator=generator(0, "v"), iterations=60)
     torch.testing.assert_close(top, expected, rtol=1e-3, atol=0)
     assert top <= expected * (1 + 1e-12)
 
@@ -132,6 +128,27 @@ def test_rezero_starts_as_the_identity_and_moves_its_gains_only():
     _, gradients = residual_depth.loss_and_gradients(start, X, Y, CONFIG, wired)
     assert all((block == 0).all() for block in gradients[:5])
     assert (gradients.gains != 0).all()
+
+
+@pytest.mark.parametrize("name", ["plain", "scaled", "rmsnorm"])
+def test_the_mean_square_grows_within_its_bounds_however_extreme_the_tokens(name):
+    """One token, one coordinate, tokens alike, zero among them, sizes from 1e-6 to 1e6."""
+    for layers, T, d, size in ((1, 1, 1, 1.0), (2, 2, 1, 1e6), (5, 3, 4, 1e-6), (3, 6, 2, 1e3)):
+        config, wired = ResidualConfig(d, 1, d), wiring(name, layers)
+        stream = generator(T, "extreme depth")
+        X = size * torch.randn(1, T, d, generator=stream, dtype=torch.float64)
+        X[:, 1:2] = 0
+        drawn = [residual_depth.init_depth(config, wired, layers, stream) for _ in range(400)]
+        batch = DepthParameters(*(torch.stack(blocks) for blocks in zip(*drawn, strict=True)))
+        grown = residual_depth.growth(residual_depth.forward(batch, X, config, wired), X)
+        assert torch.isfinite(grown).all()
+        most = {
+            "plain": (2.0 * (1 + T)) ** layers,
+            "scaled": 2.718281828459045 ** ((1 + T) / 2),
+            "rmsnorm": 1 + 2 * layers * T * d / float(X.square().sum()),
+        }
+        assert grown[:, -1].mean() <= 1.2 * most[name]  # a sample mean: heavy tails
+        assert grown[:, -1].mean() >= 0.9
 
 
 def test_the_wirings_are_those_of_the_docstring():
@@ -166,5 +183,15 @@ def test_errors_name_the_argument():
         residual_depth.forward(parameters, X.float(), CONFIG, wired)
     with pytest.raises(ValueError, match="targets: expected shape"):
         residual_depth.loss(parameters, X, X[:1], CONFIG, wired)
+    with pytest.raises(ValueError, match=r"tokens: expected no empty axis, got \(2, 0, 6\)"):
+        residual_depth.forward(parameters, X[:, :0], CONFIG, wired)
+    one_gain = parameters._replace(gains=parameters.gains[0])
+    with pytest.raises(ValueError, match=r"gains: expected shape \(\.\.\., L\) with L >= 1, got"):
+        residual_depth.forward(one_gain, X, CONFIG, wired)
+    seeds = DepthParameters(*(block.expand(3, *block.shape) for block in parameters))
+    with pytest.raises(
+        ValueError, match=r"tokens: expected leading axes that broadcast with \(3,\)"
+    ):
+        residual_depth.forward(seeds, X.expand(2, *X.shape), CONFIG, wired)
     with pytest.raises(ValueError, match="iterations: expected an integer >= 1"):
         depth_lambda_max(parameters, X, CONFIG, wired, generator=generator(0, "v"), iterations=0)
