@@ -43,12 +43,12 @@ def ball_constants(
     error: float,
 ) -> BallConstants:
     r"""With :math:`w_\bullet = \|W_\bullet^0\|_2 + \rho`, :math:`x = \max_i\|X_i\|_2`,
-    :math:`x_s` the norm of the stacked tokens, :math:`c = d_k^{-1/2}(\sum_i\|X_i\|_2^4)^{1/2}`,
+    :math:`x_s` the norm of the stacked tokens, :math:`c_x = d_k^{-1/2}(\sum_i\|X_i\|_2^4)^{1/2}`,
     :math:`q = \sqrt{w_Q^2 + w_K^2}` and :math:`b = \sup|\varphi''|`,
 
-    .. math:: \zeta &= \sqrt{(\tfrac12 x w_V c q)^2 + T x_s^2}, &
+    .. math:: \zeta &= \sqrt{(\tfrac12 x w_V c_x q)^2 + T x_s^2}, &
         \bar z &= x_s(r_a + \sqrt T w_V), \\
-        \zeta_2 &= x w_V(c^2q^2 + \tfrac c2) + \tfrac12 x c q, &
+        \zeta_2 &= x w_V(c_x^2q^2 + \tfrac{c_x}2) + \tfrac12 x c_x q, &
         e &= w_1\zeta + \bar z, \\
         e_2 &= b e^2 + w_1\zeta_2 + 2\zeta, &
         \beta &= w_2 e + \bar z(\|W_1^0\|_F + \rho) + r_f\zeta, \\

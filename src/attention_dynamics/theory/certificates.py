@@ -44,7 +44,8 @@ __all__ = [
 
 Route = Literal["Z", "H"]
 SINGULAR = 1e-12
-"""A smallest singular value below this fraction of the largest one certifies nothing."""
+"""A smallest singular value below this fraction of the largest one certifies nothing (in float32
+the fraction is that of rounding: the larger side times the machine precision)."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ def certificate(
 
     One start, no leading axes. Raises ValueError where the route is closed by the sizes
     (:math:`d \ge nT` and :math:`m \ge d`, or :math:`m \ge nT`) or for shapes that do not fit. A
-    smallest singular value below 1e-12 of the largest is returned as "uncertifiable", not raised.
+    smallest singular value that is 0 to rounding (:data:`SINGULAR`) is returned as "uncertifiable",
+    not raised.
     """
     rows = _require_route(parameters, tokens, targets, config, route)
     passed = layers(parameters, tokens, config, validate=False)
@@ -123,7 +125,7 @@ def certificate(
     if singular or flat:
         what = route if singular else "W_2"
         return Certificate(
-            False, f"uncertifiable: {what} is singular, to {SINGULAR:g} of its norm", route, 0.0,
+            False, f"uncertifiable: {what} is singular, to rounding", route, 0.0,
             math.inf, math.inf, 0.0, smallest, readout, error, None,
         )  # fmt: skip
     root = config.slope * smallest * readout / 4 if route == "Z" else smallest / 2
@@ -259,4 +261,5 @@ def _smallest(matrix: Tensor, index: int) -> tuple[float, bool]:
     """The singular value number ``index``, and whether it is 0 to :data:`SINGULAR`."""
     values = torch.linalg.svdvals(matrix)
     smallest = float(values[index - 1])
-    return smallest, not smallest > SINGULAR * float(values[0])
+    rounding = max(SINGULAR, max(matrix.shape) * torch.finfo(matrix.dtype).eps)
+    return smallest, not smallest > rounding * float(values[0])

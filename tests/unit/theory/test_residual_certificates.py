@@ -147,6 +147,16 @@ def test_what_is_singular_is_uncertifiable_and_says_so():
     assert certificate(pooled, X, Y, bare).reason.startswith("uncertifiable: Z is singular")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_rank_lost_to_rounding_is_uncertifiable_in_either_precision(dtype):
+    parameters, X, Y = instance(WIDE)
+    single = residual.ResidualParameters(*(block.to(dtype) for block in parameters))
+    repeated = torch.cat((X[:, :2], X[:, :1]), dim=1).to(dtype)
+    proof = certificate(single, repeated, Y.to(dtype), WIDE)
+    assert proof.reason.startswith("uncertifiable: Z is singular")
+    assert certificate(single, X.to(dtype), Y.to(dtype), WIDE).mu > 0
+
+
 def test_one_token_a_sequence_is_certified():
     parameters, X, Y = instance(WIDE, samples=5, length=1, orthogonal_w2=True)
     found = scale_to_certify(parameters, X, Y, WIDE)
