@@ -141,7 +141,7 @@ class RegressionProblem:
 
     @cached_property
     def latent_rank(self) -> int:
-        r"""The rank of S, the largest that :math:`U V^\top` can have; the smallest over the batch."""
+        r"""The rank of S, the largest that :math:`U V^\top` can have; the smallest of a batch."""
         return int(self._token.rank.min())
 
     @property

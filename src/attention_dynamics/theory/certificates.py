@@ -113,7 +113,7 @@ def certificate(
 
     One start, no leading axes. Raises ValueError where the route is closed by the sizes
     (:math:`d \ge nT` and :math:`m \ge d`, or :math:`m \ge nT`) or for shapes that do not fit. A
-    smallest singular value that is 0 to rounding (:data:`SINGULAR`) is returned as "uncertifiable",
+    smallest singular value that is 0 to rounding (``SINGULAR``) is returned as "uncertifiable",
     not raised.
     """
     rows = _require_route(parameters, tokens, targets, config, route)
@@ -258,7 +258,7 @@ def _require_route(
 
 
 def _smallest(matrix: Tensor, index: int) -> tuple[float, bool]:
-    """The singular value number ``index``, and whether it is 0 to :data:`SINGULAR`."""
+    """The singular value number ``index``, and whether it is 0 to ``SINGULAR``."""
     values = torch.linalg.svdvals(matrix)
     smallest = float(values[index - 1])
     rounding = max(SINGULAR, max(matrix.shape) * torch.finfo(matrix.dtype).eps)

@@ -180,7 +180,7 @@ def _scaled(
 
 
 def _right_singular(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    r"""All k right singular vectors (\*batch, k, k) as columns, and the k values, zeros included."""
+    r"""All k right singular vectors (\*batch, k, k) as columns, and the k values, zeros too."""
     rows, columns = matrix.shape[-2:]
     _, values, vectors = torch.linalg.svd(matrix, full_matrices=rows < columns)
     return torch.nn.functional.pad(values, (0, max(0, columns - rows))), vectors.mT

@@ -1,7 +1,7 @@
 r"""Structure-aware descent: gradient steps on (A, B) that know the loss is a factorisation.
 
 In the whitened factors :math:`U = AS^{1/2}`, :math:`V = \Sigma^{1/2}BS^{1/2}` the population loss
-is :math:`\tfrac12\|UV^\top - N\|_F^2` plus a constant. A :class:`~attention_dynamics.training.preconditioning.Scheme` says which of five things
+is :math:`\tfrac12\|UV^\top - N\|_F^2` plus a constant. A ``Scheme`` says which of five things
 a step does about it: a preconditioner, a damping of that preconditioner, a balancing regulariser
 or a balancing retraction, and a renormalisation that keeps :math:`\|V\|_{\mathrm{op}}` in place.
 
@@ -78,7 +78,7 @@ def step(
     .. math:: (A, B) \mapsto (A, B) - \eta\,(\text{preconditioned gradient}),
         \text{ then balance, then } \|V\|_{\mathrm{op}} = \rho_V
 
-    as the :class:`~attention_dynamics.training.preconditioning.Scheme` says. ``gradients`` are those of any loss at ``factors``; ``problem``
+    as the ``Scheme`` says. ``gradients`` are those of any loss at ``factors``; ``problem``
     gives the covariances, the true ones or ``RegressionProblem.from_samples``. Shapes: leading
     batch axes as in the problem.
 
@@ -148,7 +148,7 @@ def descend(
 ) -> Descent:
     r"""Take ``steps`` steps from ``factors`` on the population loss, or on that of a sample.
 
-    ``scheme`` is a :class:`~attention_dynamics.training.preconditioning.Scheme`, or a rule of ``regression_baselines`` such as Adam, whose steps
+    ``scheme`` is a ``Scheme``, or a rule of ``regression_baselines`` such as Adam, whose steps
     are refused only when they are not finite. ``problem`` preconditions; without a ``sample`` it is
     also the loss. ``truth`` is the problem whose risk is recorded, ``problem`` itself if absent.
     With a ``tolerance`` the run ends when the excess of every instance is at most that, or its
