@@ -32,6 +32,21 @@ def test_the_bands_are_those_of_the_theory():
     assert population_limit.RATIO_BAND.ends == (0.95, 1.05)
     seeds = [set(population_limit.PROFILES[name].seeds) for name in ("smoke", "book")]
     assert not seeds[0] & seeds[1]
+    book = population_limit.PROFILES["book"].configs
+    assert [config.length for config in book] == [128, 512, 2048]
+
+
+def test_a_last_block_that_is_not_full_counts_by_its_size(monkeypatch):
+    monkeypatch.setattr(population_limit.regression, "loss", lambda *_: 1.0)
+    rows = population_limit.run(replace(SMALL, contexts=1, samples=80, block=32), 0)
+    assert rows.set_index("quantity").loc["excess", "value"] == 1.0
+
+
+def test_the_context_is_the_only_difference_between_the_gradients():
+    # A few queries are far from their covariance; a long context brings the gradients together.
+    long = replace(SMALL, length=16384, samples=1, contexts=1, queries=4)
+    rows = population_limit.run(long, 0).set_index("quantity")
+    assert rows.loc["gradient_error", "value"] < 0.1
 
 
 def test_a_cell_is_a_pure_function_of_config_and_seed():
@@ -56,6 +71,8 @@ def test_smoke_is_close_to_the_prediction(smoke):
     assert table["ratio"].between(0.7, 1.4).all()
     predicted = table["predicted"].unstack() * np.array([[64], [128], [256]])
     np.testing.assert_allclose(predicted, predicted.iloc[[0] * 3])  # exactly of order 1/T
+    error = table["gradient_error"].groupby("length").mean()
+    assert error[64] / error[256] == pytest.approx(2.0, rel=0.35)  # of order T^-1/2, not 1/T
     found = population_limit.ratios(smoke)
     assert list(found) == [64, 128, 256]
     assert all(estimate.seeds == 3 for estimate in found.values())
