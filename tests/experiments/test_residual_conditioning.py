@@ -108,6 +108,42 @@ def test_a_common_part_makes_tokens_alike():
     )
 
 
+def made_up(quantity, axis, values):
+    return pd.DataFrame(
+        {"axis": axis, "size": size, "seed": seed, "quantity": quantity, "value": value}
+        for (size, seed), value in values.items()
+    )
+
+
+def test_estimates_on_made_up_tables():
+    gains = {(s, seed): 2.0**seed * g for seed in range(4) for s, g in ((1.0, 8.0), (2.0, 1.0))}
+    found = conditioning.estimate(
+        made_up("gain_by_length", "length", gains), "least_gain_by_length"
+    )
+    assert found.mean == pytest.approx(2**1.5)  # geometric, of the smaller gain of each seed
+    sines = {(d, seed): d + seed for d in (32.0, 128.0) for seed in (0, 1)}
+    found = conditioning.estimate(made_up("sine_by_angle", "angle", sines), "sine_by_angle")
+    assert found.mean == 128.5
+    steep = {(s, seed): s**-1 if s <= 0.01 else 1e9 for s in (0.001, 0.01, 0.1) for seed in (0, 1)}
+    frame = made_up("without_by_logit_scale", "logit_scale", steep)
+    assert conditioning.estimate(frame, "without_by_logit_scale").mean == pytest.approx(-1)
+
+
+def test_angles_and_ranks_are_those_of_their_axes():
+    chosen = Config("angle", 32.0, samples=1)
+    assert (chosen.effective.dimension, chosen.effective.length) == (32, 4)
+    rank = Config("rank", 0.05, samples=1, length=16, key_dimension=2)
+    tokens, parameters, _ = conditioning.draw(rank.effective, 3)
+    X = tokens[0].numpy()
+    logits = 0.05 * X @ conditioning.draw(replace(rank, size=1.0).effective, 3)[1].Q.numpy()
+    logits = logits @ parameters.K.numpy().T @ X.T / math.sqrt(2)
+    A = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    values = np.linalg.svd(A, compute_uv=False)
+    found = table(rank, 3)
+    for index in (2, 4, 7):
+        assert found[f"sigma_{index}_by_rank"] == pytest.approx(values[index - 1], rel=1e-7)
+
+
 def test_a_summary_has_every_band(smoke_rows):
     summary = conditioning.summarise(smoke_rows)
     assert list(summary["quantity"]) == list(conditioning.BANDS)
