@@ -189,9 +189,7 @@ def test_errors_name_the_argument():
     with pytest.raises(ValueError, match=r"gains: expected shape \(\.\.\., L\) with L >= 1, got"):
         residual_depth.forward(one_gain, X, CONFIG, wired)
     seeds = DepthParameters(*(block.expand(3, *block.shape) for block in parameters))
-    with pytest.raises(
-        ValueError, match=r"tokens: expected leading axes that broadcast with \(3,\)"
-    ):
+    with pytest.raises(ValueError, match=r"leading axes that broadcast with \(3,\)"):
         residual_depth.forward(seeds, X.expand(2, *X.shape), CONFIG, wired)
     with pytest.raises(ValueError, match="iterations: expected an integer >= 1"):
         depth_lambda_max(parameters, X, CONFIG, wired, generator=generator(0, "v"), iterations=0)
