@@ -114,6 +114,8 @@ def test_the_rank_is_that_of_the_whitened_target():
     S = torch.eye(2).double()
     assert RegressionProblem(low, torch.eye(4).double(), S).rank == 2
     assert RegressionProblem(0 * low, torch.eye(4).double(), S).rank == 0
+    tiny = torch.eye(3, 4).double() * torch.tensor([[1.0], [1e-8], [1e-20]]).double()
+    assert RegressionProblem(tiny, torch.eye(4).double(), S).rank == 2  # rounding, not smallness
 
 
 def test_the_noise_is_a_standard_deviation():
