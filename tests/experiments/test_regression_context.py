@@ -78,6 +78,18 @@ def test_the_basin_is_entered_with_more_samples(smoke_rows):
     assert values(smoke_rows, "inside_large").mean() > 0.9
 
 
+def test_the_basin_is_measured_in_units_of_its_bound(smoke_rows):
+    # cond 1, sigma_min(N) = 1/2, noise 1, m = d = 4: n* = 4 (2 + 2)^2 / (1/2)^2 = 256
+    at = smoke_rows[(smoke_rows["part"] == "basin") & (smoke_rows["condition"] == 1.0)]
+    samples = at[at["quantity"] == "samples"].groupby("size")["value"].unique()
+    assert {size: list(found) for size, found in samples.items()} == {0.125: [32.0], 2.0: [512.0]}
+
+
+def test_closed_forms_are_near_what_is_sampled(smoke_rows):
+    for quantity in ("exact_0.3", "exact_0.5", "first_order_0.3", "prompt_loss"):
+        assert values(smoke_rows, quantity).mean() == pytest.approx(1.0, abs=0.1), quantity
+
+
 def test_the_distortion_is_split_into_what_a_linear_layer_absorbs_and_the_rest():
     stream = generator(0, "split")
     problem = regression_problem(4, 4, condition=3.0, noise=0.0, generator=stream)

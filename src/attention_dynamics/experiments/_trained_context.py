@@ -143,7 +143,7 @@ def _linear_part(
     """
     output = queries @ factors.B @ own.token_covariance @ factors.A.mT
     rest = regression.forward(factors, queries, contexts, validate=False) - output
-    fitted = queries @ torch.linalg.lstsq(queries, rest).solution
+    fitted = queries @ torch.linalg.solve(queries.mT @ queries, queries.mT @ rest)
     error = output - queries @ own.target.mT
     linear = 0.5 * fitted.square().sum(dim=-1).mean()
     return float(linear), float((error * rest).sum(dim=-1).mean())
