@@ -108,6 +108,15 @@ def test_a_common_part_makes_tokens_alike():
     )
 
 
+def test_a_token_keeps_its_variance_whatever_it_shares():
+    own, _, _ = conditioning.draw(DEFAULTS, 0)
+    shared = [
+        (conditioning.draw(replace(DEFAULTS, spread=spread), 0)[0] - spread**0.5 * own) / rest
+        for spread, rest in ((0.75, 0.5), (0.36, 0.8))
+    ]
+    torch.testing.assert_close(shared[0], shared[1])
+
+
 def made_up(quantity, axis, values):
     return pd.DataFrame(
         {"axis": axis, "size": size, "seed": seed, "quantity": quantity, "value": value}

@@ -64,6 +64,7 @@ def test_edges_of_the_sine():
     tokens = gaussian(3, 8)
     assert cond.principal_sine(tokens, torch.zeros(8, 8, **double)) == pytest.approx(1, rel=1e-14)
     assert cond.principal_sine(tokens, torch.eye(8, **double)) < 1e-14
+    assert cond.principal_sine(torch.zeros(2, 8, **double), torch.eye(8, **double)) == 1
     assert cond.principal_sine(gaussian(5, 8), gaussian(8, 8)) == 0
     assert cond.angle_bound(gaussian(9, 8), gaussian(8, 8)) == 0
     turn = torch.zeros(4, 4, **double)
