@@ -26,6 +26,8 @@ _NAMES = (
     "residual_training",
     "residual_depth",
     "encoder_scaling",
+    "encoder_width",
+    "common_task",
 )
 
 
