@@ -101,7 +101,7 @@ def task(config: Sizes, seed: int, device: str = "cpu") -> tuple[Tensor, Tensor]
 
 
 FLOOR = 1e-20
-"""The relative loss at which a run ends: rounding is near."""
+"""The relative loss at which a run ends, since rounding is near."""
 
 
 def descend(config: Sizes, seed: int, device: str = "cpu") -> Recorded:
