@@ -8,6 +8,7 @@ import pytest
 
 from attention_dynamics.experiments.estimates import (
     Band,
+    geometric_interval,
     geometric_means,
     loglog_slope,
     median_interval,
@@ -119,3 +120,18 @@ def test_the_interval_of_a_median_covers_it_as_often_as_it_says():
     for bad in ([], [1.0, np.inf]):
         with pytest.raises(ValueError, match="finite"):
             median_interval(bad)
+
+
+def test_the_geometric_interval_is_the_interval_of_logarithms():
+    values = np.array([0.5, 2.0, 3.0, 8.0])
+    found, logarithms = geometric_interval(values), t_interval(np.log(values))
+    expected = np.exp([logarithms.mean, *logarithms.interval])
+    np.testing.assert_allclose([found.mean, *found.interval], expected, rtol=1e-14)
+    assert found.mean == pytest.approx(24**0.25)
+    assert found.seeds == 4
+
+
+@pytest.mark.parametrize("values", [[1.0, 0.0], [1.0, -2.0], [1.0, float("nan")]])
+def test_a_geometric_interval_needs_positive_values(values):
+    with pytest.raises(ValueError, match="positive"):
+        geometric_interval(values)

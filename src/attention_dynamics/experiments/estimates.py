@@ -93,6 +93,19 @@ def median_interval(values: Iterable[float], confidence: float = 0.95) -> Estima
     return Estimate(float(np.median(sample)), *ends, sample.size, confidence)
 
 
+def geometric_interval(values: Iterable[float], confidence: float = 0.95) -> Estimate:
+    r""":math:`\exp(\overline{\log z} \pm t_{k-1}\, s/\sqrt k)` for positive values, one a seed.
+
+    Raises ValueError for fewer than two values, or one that is not positive and finite.
+    """
+    sample = np.asarray(list(values), dtype=float)
+    if not (sample > 0).all():
+        raise ValueError(f"values must be positive for a geometric mean, got {sample}")
+    logarithm = t_interval(np.log(sample), confidence)
+    mean, lower, upper = np.exp([logarithm.mean, *logarithm.interval]).tolist()
+    return Estimate(mean, lower, upper, logarithm.seeds, confidence)
+
+
 def loglog_slope(x: Sequence[float], y: Sequence[float]) -> float:
     r"""The least-squares slope of :math:`\log y` on :math:`\log x`.
 
@@ -175,11 +188,15 @@ def geometric_means(
     """
     records = []
     for x, group in select(frame, quantity).groupby(against):
-        loglog_slope([1.0, 2.0], [group["value"].min(), 1.0])  # positive, or a clear error
-        estimate = t_interval(np.log(group["value"]), confidence)
-        mean, lower, upper = np.exp([estimate.mean, estimate.lower, estimate.upper])
+        found = geometric_interval(group["value"], confidence)
         records.append(
-            {against: x, "mean": mean, "lower": lower, "upper": upper, "seeds": estimate.seeds}
+            {
+                against: x,
+                "mean": found.mean,
+                "lower": found.lower,
+                "upper": found.upper,
+                "seeds": found.seeds,
+            }
         )
     return pd.DataFrame(records)
 

@@ -28,7 +28,14 @@ import torch
 from torch import Tensor
 
 from attention_dynamics.data import generator
-from attention_dynamics.experiments.estimates import Band, Estimate, Profile, select, t_interval
+from attention_dynamics.experiments.estimates import (
+    Band,
+    Estimate,
+    Profile,
+    band_table,
+    select,
+    t_interval,
+)
 from attention_dynamics.experiments.shape import columns_of, rows_of
 from attention_dynamics.models.residual import (
     ResidualConfig,
@@ -249,22 +256,8 @@ def of_setting(frame: pd.DataFrame, setting: str) -> pd.DataFrame:
 
 def summarise(frame: pd.DataFrame) -> pd.DataFrame:
     """The estimate of each band's quantity with its interval, beside the band."""
-    records = []
-    for quantity, band in BANDS.items():
-        found = estimate(frame, quantity)
-        records.append(
-            {
-                "quantity": quantity,
-                "estimate": found.mean,
-                "lower": found.lower,
-                "upper": found.upper,
-                "runs": found.seeds,
-                "band_lower": -math.inf if band.lower is None else band.lower,
-                "band_upper": math.inf if band.upper is None else band.upper,
-                "inside": band.contains(found),
-            }
-        )
-    return pd.DataFrame(records)
+    table = band_table(BANDS, lambda quantity: estimate(frame, quantity))
+    return table.rename(columns={"seeds": "runs"})
 
 
 def _slowest(config: Config, drawn: ResidualParameters, tokens: Tensor, targets: Tensor) -> Tensor:

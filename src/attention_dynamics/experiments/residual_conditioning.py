@@ -18,7 +18,6 @@ differs at third order, a residual at first order.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -31,6 +30,8 @@ from attention_dynamics.experiments.estimates import (
     Band,
     Estimate,
     Profile,
+    band_table,
+    geometric_interval,
     select,
     slope_estimate,
     t_interval,
@@ -186,28 +187,13 @@ def estimate(frame: pd.DataFrame, quantity: str) -> Estimate:
         return t_interval(rows[rows[AGAINST] == rows[AGAINST].max()]["value"])
     if name == "least_gain":
         gains = select(frame, f"gain_by_{axis}").groupby("seed")["value"].min()
-        return _geometric(gains)
-    return _geometric(select(frame, quantity)["value"])
+        return geometric_interval(gains)
+    return geometric_interval(select(frame, quantity)["value"])
 
 
 def summarise(frame: pd.DataFrame) -> pd.DataFrame:
     """The estimate of each band's quantity with its 95 % t-interval, beside the band."""
-    records = []
-    for quantity, band in BANDS.items():
-        found = estimate(frame, quantity)
-        records.append(
-            {
-                "quantity": quantity,
-                "estimate": found.mean,
-                "lower": found.lower,
-                "upper": found.upper,
-                "seeds": found.seeds,
-                "band_lower": -math.inf if band.lower is None else band.lower,
-                "band_upper": math.inf if band.upper is None else band.upper,
-                "inside": band.contains(found),
-            }
-        )
-    return pd.DataFrame(records)
+    return band_table(BANDS, lambda quantity: estimate(frame, quantity))
 
 
 def within_range(frame: pd.DataFrame) -> pd.DataFrame:
@@ -255,9 +241,3 @@ def _conditions(
     bound, smallest = float(angle_bound(X, parameters.V)), float(with_residual.smallest)
     quantities["bound_ratio"] = bound / smallest if bound > 0 else 0.0
     return quantities
-
-
-def _geometric(values: pd.Series) -> Estimate:
-    logarithm = t_interval(values.map(math.log))
-    mean, lower, upper = map(math.exp, (logarithm.mean, *logarithm.interval))
-    return Estimate(mean, lower, upper, logarithm.seeds, logarithm.confidence)

@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 
 from attention_dynamics.data import generator
-from attention_dynamics.experiments.estimates import Band, Estimate, Profile, select, t_interval
+from attention_dynamics.experiments.estimates import (
+    Band,
+    Estimate,
+    Profile,
+    band_table,
+    select,
+    t_interval,
+)
 from attention_dynamics.experiments.shape import columns_of, rows_of
 from attention_dynamics.models import residual_depth
 from attention_dynamics.models.residual import ResidualConfig
@@ -219,19 +226,4 @@ def estimate(frame: pd.DataFrame, name: str) -> Estimate:
 
 def summarise(frame: pd.DataFrame) -> pd.DataFrame:
     """Each estimate with its 95 % interval over seeds, beside its band."""
-    records = []
-    for name, band in BANDS.items():
-        found = estimate(frame, name)
-        records.append(
-            {
-                "quantity": name,
-                "estimate": found.mean,
-                "lower": found.lower,
-                "upper": found.upper,
-                "seeds": found.seeds,
-                "band_lower": -math.inf if band.lower is None else band.lower,
-                "band_upper": math.inf if band.upper is None else band.upper,
-                "inside": band.contains(found),
-            }
-        )
-    return pd.DataFrame(records)
+    return band_table(BANDS, lambda quantity: estimate(frame, quantity))

@@ -18,7 +18,6 @@ measured once before, on other draws.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -27,7 +26,15 @@ import torch
 from torch import Tensor
 
 from attention_dynamics.data import generator
-from attention_dynamics.experiments.estimates import Band, Estimate, Profile, select, t_interval
+from attention_dynamics.experiments.estimates import (
+    Band,
+    Estimate,
+    Profile,
+    band_table,
+    geometric_interval,
+    select,
+    t_interval,
+)
 from attention_dynamics.experiments.shape import columns_of, rows_of
 from attention_dynamics.models.residual import (
     BLOCKS,
@@ -254,43 +261,23 @@ def estimate(frame: pd.DataFrame, quantity: str) -> Estimate:
         return Estimate(total, total, total, len(failed))
     if kind == "slowdown":
         ratio = _select(frame, "steps", rest, False) / _select(frame, "steps", rest, True)
-        return _geometric(ratio)
+        return geometric_interval(ratio)
     if kind == "repair":
         setting, _, residual = rest.rpartition("_")
         start, end = (
             _select(frame, name, setting, residual == "with")
             for name in ("condition_start", "condition_end")
         )
-        return _geometric(start / end)
+        return geometric_interval(start / end)
     return t_interval(select(frame, quantity)["value"])
 
 
 def summarise(frame: pd.DataFrame) -> pd.DataFrame:
     """The estimate of each band's quantity with its interval, beside the band."""
-    records = []
-    for quantity, band in BANDS.items():
-        found = estimate(frame, quantity)
-        records.append(
-            {
-                "quantity": quantity,
-                "estimate": found.mean,
-                "lower": found.lower,
-                "upper": found.upper,
-                "runs": found.seeds,
-                "band_lower": -math.inf if band.lower is None else band.lower,
-                "band_upper": math.inf if band.upper is None else band.upper,
-                "inside": band.contains(found),
-            }
-        )
-    return pd.DataFrame(records)
+    table = band_table(BANDS, lambda quantity: estimate(frame, quantity))
+    return table.rename(columns={"seeds": "runs"})
 
 
 def _select(frame: pd.DataFrame, quantity: str, setting: str, residual: bool) -> pd.Series:
     rows = frame[(frame["setting"] == setting) & (frame["residual"] == residual)]
     return select(rows, quantity).set_index(["seed", "run"])["value"]
-
-
-def _geometric(values: pd.Series) -> Estimate:
-    logarithm = t_interval(values.map(math.log))
-    mean, lower, upper = map(math.exp, (logarithm.mean, *logarithm.interval))
-    return Estimate(mean, lower, upper, logarithm.seeds, logarithm.confidence)

@@ -17,7 +17,6 @@ The bands come from theory and were fixed before any run. The collapsed W has en
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,9 +32,10 @@ from attention_dynamics.experiments.estimates import (
     Band,
     Estimate,
     Profile,
+    band_table,
+    geometric_interval,
     select,
     slope_estimate,
-    t_interval,
 )
 from attention_dynamics.experiments.shape import columns_of, rows_of
 from attention_dynamics.models import attention, shallow
@@ -131,30 +131,15 @@ def estimate(frame: pd.DataFrame, quantity: str) -> Estimate:
         return slope_estimate(frame, quantity, AGAINST)
     table = select(frame, quantity).pivot(index="seed", columns=AGAINST, values="value")
     smallest, largest = min(table.columns), max(table.columns)
-    logarithm = t_interval((table[largest] / table[smallest]).map(math.log))
-    mean, lower, upper = map(math.exp, (logarithm.mean, *logarithm.interval))
-    return Estimate(mean, lower, upper, logarithm.seeds, logarithm.confidence)
+    return geometric_interval(table[largest] / table[smallest])
 
 
 def summarise(frame: pd.DataFrame) -> pd.DataFrame:
     """Log-log slopes, or ratios of ends, mean and 95 % t-interval over seeds, and their bands."""
-    records = []
-    for quantity, band in BANDS.items():
-        found = estimate(frame, quantity)
-        records.append(
-            {
-                "quantity": quantity,
-                "statistic": "ratio" if quantity in RATIOS else "slope",
-                "estimate": found.mean,
-                "lower": found.lower,
-                "upper": found.upper,
-                "seeds": found.seeds,
-                "band_lower": -math.inf if band.lower is None else band.lower,
-                "band_upper": math.inf if band.upper is None else band.upper,
-                "inside": band.contains(found),
-            }
-        )
-    return pd.DataFrame(records)
+    table = band_table(BANDS, lambda quantity: estimate(frame, quantity))
+    statistics = ["ratio" if quantity in RATIOS else "slope" for quantity in table["quantity"]]
+    table.insert(1, "statistic", statistics)
+    return table
 
 
 class _Problem(NamedTuple):

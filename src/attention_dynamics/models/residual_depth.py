@@ -27,12 +27,12 @@ from attention_dynamics.models.residual_parameters import (
     init_parameters,
     phi,
     require_broadcast,
+    require_layer_tokens,
     require_targets,
     stack_parameters,
 )
 from attention_dynamics.validation import (
     describe_shape,
-    require_finite,
     require_floating,
     require_integer,
     require_one_of,
@@ -199,16 +199,7 @@ def trained_part(direction: DepthParameters, wired: Wiring) -> DepthParameters:
 
 def require_depth(parameters: DepthParameters, tokens: Tensor, config: ResidualConfig) -> None:
     """Check tokens and parameters against the configuration and each other."""
-    if not isinstance(tokens, Tensor) or tokens.ndim < 3 or tokens.shape[-1] != config.dimension:
-        got = describe_shape(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise ValueError(
-            f"tokens: expected shape (..., n, T, d) with d = {config.dimension}, got {got}; "
-            "tokens are the rows of each sequence"
-        )
-    if 0 in tokens.shape:
-        raise ValueError(f"tokens: expected no empty axis, got {describe_shape(tokens.shape)}")
-    require_floating("tokens", tokens)
-    require_finite("tokens", tokens)
+    require_layer_tokens(tokens, config)
     leading = parameters.gains.shape
     if not leading or leading[-1] == 0:
         raise ValueError(

@@ -175,8 +175,8 @@ def stack_parameters(points: Sequence[ResidualParameters]) -> ResidualParameters
     return ResidualParameters(*(torch.stack(blocks) for blocks in zip(*points, strict=True)))
 
 
-def require_layer(parameters: ResidualParameters, tokens: Tensor, config: ResidualConfig) -> None:
-    """Check tokens and parameters against the configuration and each other."""
+def require_layer_tokens(tokens: Tensor, config: ResidualConfig) -> None:
+    """Check that tokens are (..., n, T, d) of the configured d, floating, finite and not empty."""
     if not isinstance(tokens, Tensor) or tokens.ndim < 3 or tokens.shape[-1] != config.dimension:
         got = describe_shape(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ValueError(
@@ -187,6 +187,11 @@ def require_layer(parameters: ResidualParameters, tokens: Tensor, config: Residu
         raise ValueError(f"tokens: expected no empty axis, got {describe_shape(tokens.shape)}")
     require_floating("tokens", tokens)
     require_finite("tokens", tokens)
+
+
+def require_layer(parameters: ResidualParameters, tokens: Tensor, config: ResidualConfig) -> None:
+    """Check tokens and parameters against the configuration and each other."""
+    require_layer_tokens(tokens, config)
     require_parameters(parameters, tokens, config)
 
 
