@@ -45,6 +45,10 @@ def test_page_is_clean_from_disk(page: str, site: Path, browser: Browser) -> Non
 def test_added_pages_are_clean(origin: str, browser: Browser) -> None:
     assert "search.html" in ADDED
     assert [fault for page in ADDED for fault in visit(browser, origin, page).faults] == []
+    small = [page for page in ADDED if not page.startswith("_modules/")]
+    assert "genindex.html" in small
+    faults = [visit(browser, origin, page, size=PHONE).faults for page in small]
+    assert [fault for found in faults for fault in found] == []
 
 
 @pytest.mark.parametrize("from_disk", [False, True], ids=["http", "disk"])
