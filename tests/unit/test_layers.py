@@ -103,3 +103,9 @@ print("the core runs")
     )
     assert run.returncode == 0, run.stderr
     assert "the core runs" in run.stdout
+
+
+def test_every_test_module_has_a_name_of_its_own():
+    # pytest imports test modules by their bare name and refuses the second of two
+    names = [path.name for path in Path(__file__).parents[1].rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names)
