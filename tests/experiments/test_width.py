@@ -9,7 +9,10 @@ import pandas as pd
 import pytest
 
 from attention_dynamics.experiments import width
+from attention_dynamics.experiments._teacher_problem import teacher_problem
 from attention_dynamics.experiments.estimates import Estimate, select
+from attention_dynamics.models import shallow
+from attention_dynamics.models.parameters import independent_initialisation
 from attention_dynamics.running import Experiment, process_pool, sweep
 
 SMALL = width.PROFILES["smoke"].configs[1]
@@ -66,7 +69,7 @@ def test_the_bands_are_those_of_the_theory():
 
 def test_a_cell_is_a_pure_function_of_config_and_seed():
     first = width.run(SMALL, 5)
-    width._problem.cache_clear()
+    teacher_problem.cache_clear()
     pd.testing.assert_frame_equal(width.run(SMALL, 5), first, check_exact=True)
     assert tuple(first.columns) == width.COLUMNS
     assert first["quantity"].is_unique
@@ -149,6 +152,7 @@ def synthetic(exponents):
 
 
 THEORY = {
+    "training_loss_minimum_unpaired": -0.3,
     "approximation_sup": -0.5,
     "approximation_rms": -0.5,
     "linearisation_adversarial": -0.5,
@@ -159,8 +163,9 @@ THEORY = {
 
 def test_summarise_finds_the_exponents_of_the_theory_inside_their_bands():
     summary = width.summarise(synthetic(THEORY)).set_index("quantity")
-    np.testing.assert_allclose(summary["slope"], list(THEORY.values()), atol=0.03)
-    assert summary["inside"].all()
+    slopes = summary["slope"].drop(width.UNPAIRED)
+    np.testing.assert_allclose(slopes, [THEORY[name] for name in slopes.index], atol=0.03)
+    assert summary["inside"].drop(width.UNPAIRED).all()
     assert (summary["seeds"] == 5).all()
 
 
@@ -171,7 +176,33 @@ def test_summarise_finds_the_exponents_of_the_theory_inside_their_bands():
 def test_summarise_reports_a_miss(quantity, exponent):
     summary = width.summarise(synthetic({**THEORY, quantity: exponent})).set_index("quantity")
     assert not summary.loc[quantity, "inside"]
-    assert summary.drop(quantity)["inside"].all()
+    assert summary.drop([quantity, width.UNPAIRED])["inside"].all()
+
+
+def test_unpaired_heads_start_from_a_random_function_and_pay_for_it(smoke):
+    table = smoke.pivot(index=["heads", "seed"], columns="quantity", values="value")
+    assert (table["training_loss_initial_unpaired"] > 2 * table["target_variance"]).all()
+    problem = width._problem(SMALL, 1, "cpu")
+    stream = width._stream(1, "unpaired", SMALL)
+    unpaired = independent_initialisation(SMALL.heads, SMALL.dimension, generator=stream)
+    loss = shallow.loss(unpaired, problem.tokens, problem.targets, query=problem.query)
+    initial = table["training_loss_initial_unpaired"].loc[SMALL.heads, 1]
+    assert float(loss) == pytest.approx(initial, rel=1e-5)
+
+
+@pytest.mark.parametrize(("factor", "inside"), [(3.0, True), (0.5, False)])
+def test_the_ratio_of_the_losses_is_a_geometric_mean_over_widths(factor, inside):
+    frame = synthetic(THEORY)
+    paired = frame["quantity"] == "training_loss_minimum"
+    unpaired = frame[paired].assign(quantity="training_loss_minimum_unpaired")
+    noise = np.where(unpaired["heads"] == 8, 4.0, 1.0) * (1 + 0.001 * unpaired["seed"])
+    unpaired["value"] = unpaired["value"] * factor * noise / 4**0.25
+    kept = frame[frame["quantity"] != "training_loss_minimum_unpaired"]
+    row = width.summarise(pd.concat([kept, unpaired])).set_index("quantity").loc[width.UNPAIRED]
+    assert row["slope"] == pytest.approx(factor, rel=0.01)
+    assert (row["lower"] < row["slope"] < row["upper"])
+    assert (row["seeds"] == 5)
+    assert row["inside"] == inside
 
 
 def test_an_interval_that_touches_zero_does_not_show_a_sign():

@@ -5,7 +5,8 @@ For each width m and seed, with tokens, query and teacher shared by all widths o
 1. a student of m paired heads, trained by projected gradient descent on the teacher's values;
 2. the error of the transported function of the student's heads at initialisation, and of as many
    unpaired heads;
-3. the linearisation error on the projection set, in an adversarial and in a random direction.
+3. the linearisation error on the projection set, in an adversarial and in a random direction;
+4. for comparison, a student of m unpaired heads, which starts from a random function in place of 0.
 
 Setting: arXiv 2601.16514 (v2), whose sizes are the ``paper`` profile. The bands come from theory
 and were fixed before any run; the ``book`` profile was cut in samples and steps for time only.
@@ -15,18 +16,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
-from attention_dynamics.data import Law, generator, query_vector, unit_ball_tokens
-from attention_dynamics.experiments.estimates import Band, Profile, slope_estimate, slope_table
+from attention_dynamics.data import Law, generator
+from attention_dynamics.experiments._teacher_problem import TeacherProblem, teacher_problem
+from attention_dynamics.experiments.estimates import (
+    Band,
+    Estimate,
+    Profile,
+    band_table,
+    geometric_interval,
+    select,
+    slope_estimate,
+    slope_table,
+)
 from attention_dynamics.experiments.shape import columns_of, rows_of
 from attention_dynamics.models import shallow
-from attention_dynamics.models.attention import Query
 from attention_dynamics.models.parameters import (
     Parameters,
     independent_initialisation,
@@ -40,18 +50,19 @@ from attention_dynamics.theory.linearisation import (
     linearisation_error,
     random_perturbation,
 )
-from attention_dynamics.theory.teacher import Teacher
 from attention_dynamics.theory.transport import (
-    MultiAnchorTransport,
     TransportNorms,
     approximation_error,
-    random_multi_anchor,
 )
-from attention_dynamics.training.descent import DescentConfig, projected_gradient_descent
+from attention_dynamics.training.descent import (
+    DescentConfig,
+    DescentResult,
+    projected_gradient_descent,
+)
 from attention_dynamics.training.projection import Radii
 
 NAME = "width"
-SCHEMA = 1
+SCHEMA = 2
 AGAINST = "heads"
 
 
@@ -103,6 +114,11 @@ BANDS = {
     "linearisation_random": Band(-1.15, -0.85, "signs cancel over independent heads"),
     "training_loss_minimum": Band(None, 0.0, "more heads help; no exponent is predicted"),
 }
+#: The smallest loss of unpaired heads over that of as many paired ones, a mean over widths.
+UNPAIRED = "unpaired_over_paired"
+UNPAIRED_BAND = Band(
+    1.0, None, "a random function that is larger than the target is unlearned first"
+)
 CONFIDENCE_DELTA = 0.05  # delta and delta' of the bounds that are put beside the errors
 
 
@@ -111,85 +127,62 @@ def run(config: Config, seed: int, device: str = "cpu") -> pd.DataFrame:
 
     Raises ValueError if m is odd or another field of the configuration is out of its range.
     """
-    problem = _problem(replace(config, **_IRRELEVANT), seed, device)
+    problem = _problem(config, seed, device)
+    sizes = (config.heads, config.dimension)
     initial = symmetric_initialisation(
-        config.heads, config.dimension, generator=_stream(seed, "student", config), device=device
+        *sizes, generator=_stream(seed, "student", config), device=device
+    )
+    unpaired = independent_initialisation(
+        *sizes, generator=_stream(seed, "unpaired", config), device=device
     )
     quantities = {
         "target_variance": float(problem.targets.var(correction=0)),
         "teacher_standard_error": float(problem.standard_error.square().mean().sqrt()),
         **_training(config, problem, initial),
-        **_approximation(config, seed, problem, initial),
+        **_ablation(config, problem, unpaired),
+        **_approximation(config, problem, initial, unpaired),
         **_linearisation(config, seed, problem, initial),
     }
     return rows_of(NAME, config, seed, quantities)
 
 
 def summarise(frame: pd.DataFrame) -> pd.DataFrame:
-    """Log-log slopes against the width, mean and 95 % t-interval over seeds, beside their bands."""
-    return slope_table(BANDS, lambda quantity: slope_estimate(frame, quantity, AGAINST))
-
-
-class _Problem(NamedTuple):
-    """What all widths of a seed share."""
-
-    tokens: Tensor
-    targets: Tensor
-    standard_error: Tensor
-    held_tokens: Tensor
-    held_targets: Tensor
-    query: Query
-    transport: MultiAnchorTransport
-
-
-# The teacher of a seed does not depend on these: cells that differ in them only share it.
-_IRRELEVANT: dict[str, Any] = {
-    "heads": 2, "projection_radius": 0.0, "steps": 1, "step_scale": 1.0,
-    "random_draws": 1, "adversary_starts": 1, "adversary_steps": 1,
-}  # fmt: skip
-
-
-@lru_cache(maxsize=32)
-def _problem(config: Config, seed: int, device: str) -> _Problem:
-    query: Query = "last"
-    if config.query == "fixed":
-        query = query_vector(config.dimension, generator=generator(seed, NAME, "query")).to(device)
-    elif config.query != "last":
-        raise ValueError(f"query must be 'fixed' or 'last', got {config.query!r}")
-    transport = random_multi_anchor(
-        config.anchors, config.length, config.dimension,
-        generator=generator(seed, NAME, "anchors"), norms=_norms(config), query=query,
-        activation=config.activation, law=config.token_law, device=device,
-    )  # fmt: skip
-    teacher = Teacher(
-        transport, generator=generator(seed, NAME, "teacher"), heads=config.teacher_heads
+    """Log-log slopes against the width, mean and 95 % t-interval over seeds, beside their bands;
+    last the ratio of the losses of unpaired and paired heads.
+    """
+    slopes = slope_table(BANDS, lambda quantity: slope_estimate(frame, quantity, AGAINST))
+    ratio = band_table(
+        {UNPAIRED: UNPAIRED_BAND}, lambda _: unpaired_over_paired(frame), column="slope"
     )
-    tokens = unit_ball_tokens(
-        config.samples, config.length, config.dimension,
-        generator=generator(seed, NAME, "tokens"), law=config.token_law, device=device,
-    )  # fmt: skip
-    targets, errors = teacher.evaluate(tokens)
-    kept = config.samples - round(config.validation_fraction * config.samples)
-    if kept < 2:
-        raise ValueError(
-            f"samples={config.samples} and validation_fraction={config.validation_fraction} leave "
-            f"{kept} for training; at least 2 are needed for a variance"
+    return pd.concat([slopes, ratio], ignore_index=True)
+
+
+def unpaired_over_paired(frame: pd.DataFrame) -> Estimate:
+    r""":math:`\min_k L_n` from unpaired over that from paired heads: the geometric mean over the
+    widths of a seed, and its interval over seeds.
+    """
+    logarithms = [
+        np.log(
+            select(frame, f"training_loss_minimum{suffix}").set_index([AGAINST, "seed"])["value"]
         )
-    return _Problem(
-        tokens[:kept], targets[:kept], errors[:kept], tokens[kept:], targets[kept:],
-        query, transport,
+        for suffix in ("_unpaired", "")
+    ]
+    per_seed = (logarithms[0] - logarithms[1]).groupby("seed").mean()
+    return geometric_interval(np.exp(per_seed))
+
+
+def _problem(config: Config, seed: int, device: str) -> TeacherProblem:
+    """What all widths of a seed share."""
+    return teacher_problem(
+        NAME, seed, samples=config.samples, validation_fraction=config.validation_fraction,
+        length=config.length, dimension=config.dimension, token_law=config.token_law,
+        query=config.query, activation=config.activation, anchors=config.anchors,
+        teacher_heads=config.teacher_heads, norms=_norms(config), device=device,
     )  # fmt: skip
 
 
-def _training(config: Config, problem: _Problem, initial: Parameters) -> dict[str, float]:
-    model = ShallowTransformer(initial, query=problem.query, activation=config.activation)
-    descent = DescentConfig(
-        steps=config.steps,
-        step_size=config.step_scale / math.sqrt(config.steps),
-        radii=_radii(config),
-        transport_norms=_norms(config),
-    )
-    result = projected_gradient_descent(model, problem.tokens, problem.targets, descent)
+def _training(config: Config, problem: TeacherProblem, initial: Parameters) -> dict[str, float]:
+    result = _descend(config, problem, initial)
 
     def loss(parameters: Parameters, tokens: Tensor, targets: Tensor) -> float:
         return float(
@@ -213,13 +206,28 @@ def _training(config: Config, problem: _Problem, initial: Parameters) -> dict[st
     return {**losses, **relative, **others, **distances}
 
 
+def _ablation(config: Config, problem: TeacherProblem, unpaired: Parameters) -> dict[str, float]:
+    losses = _descend(config, problem, unpaired).history["loss"]
+    return {
+        "training_loss_initial_unpaired": float(losses.iloc[0]),
+        "training_loss_minimum_unpaired": float(losses.min()),
+    }
+
+
+def _descend(config: Config, problem: TeacherProblem, initial: Parameters) -> DescentResult:
+    model = ShallowTransformer(initial, query=problem.query, activation=config.activation)
+    descent = DescentConfig(
+        steps=config.steps,
+        step_size=config.step_scale / math.sqrt(config.steps),
+        radii=_radii(config),
+        transport_norms=_norms(config),
+    )
+    return projected_gradient_descent(model, problem.tokens, problem.targets, descent)
+
+
 def _approximation(
-    config: Config, seed: int, problem: _Problem, initial: Parameters
+    config: Config, problem: TeacherProblem, initial: Parameters, unpaired: Parameters
 ) -> dict[str, float]:
-    unpaired = independent_initialisation(
-        config.heads, config.dimension, generator=_stream(seed, "unpaired", config),
-        device=initial.U.device,
-    )  # fmt: skip
     found = {}
     for suffix, heads in (("", initial), ("_unpaired", unpaired)):
         error = approximation_error(problem.targets, problem.transport, heads, problem.tokens)
@@ -235,7 +243,7 @@ def _approximation(
 
 
 def _linearisation(
-    config: Config, seed: int, problem: _Problem, initial: Parameters
+    config: Config, seed: int, problem: TeacherProblem, initial: Parameters
 ) -> dict[str, float]:
     radii, tokens = _radii(config), problem.tokens
 
