@@ -80,13 +80,13 @@ def test_the_best_iterate_is_the_one_of_the_validation_set():
 
 def test_a_descent_that_diverges_is_reported_and_stopped():
     phi, X, y, validation = problem(dtype=torch.float32)
-    run = recurrent_descent(phi, X, y, step_size=1e30, steps=9, validation=validation)
+    run = recurrent_descent(phi, X, y, step_size=1e10, steps=9, validation=validation)
     assert run.diverged
-    assert len(run.history) < 10
+    assert 2 <= len(run.history) < 10
     assert run.history.notna().all(axis=None)
     assert all(torch.isfinite(block).all() for block in run.final)
     last = recurrent_descent(
-        phi, X, y, step_size=1e30, steps=len(run.history) - 1, validation=validation
+        phi, X, y, step_size=1e10, steps=len(run.history) - 1, validation=validation
     )
     assert not last.diverged
     assert all(torch.equal(a, b) for a, b in zip(last.final, run.final, strict=True))
