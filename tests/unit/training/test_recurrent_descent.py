@@ -122,7 +122,7 @@ def call(**changes):
         ({"tokens": torch.zeros(7, 2, 4).double()}, ValueError, "tokens: .* d = 3"),
         ({"validation": (torch.zeros(3, 2, 3).double(), torch.zeros(2).double())}, ValueError,
          "validation targets: .* n = 3"),
-        ({"targets": torch.zeros(7)}, TypeError, "targets: .* float32"),
+        ({"targets": torch.zeros(7)}, TypeError, "targets: .*float32"),
         ({"phi": problem()[0].map(lambda b: b * math.nan)}, ValueError, "parameters.w: .* finite"),
         ({"engine": "fast"}, ValueError, "fast"),
         ({"activation": "relu"}, ValueError, "relu"),
