@@ -9,6 +9,7 @@ import torch
 from hypothesis import settings
 from playwright.sync_api import Browser
 
+from attention_dynamics.models.engines import native
 from tools.browse import HOW_TO_GET_CHROMIUM, find_chromium, open_browser
 
 with warnings.catch_warnings():
@@ -29,6 +30,15 @@ def pytest_configure(config: pytest.Config) -> None:
     engine = config.getoption("--engine")
     if engine:  # the environment, so that processes started by a test take it too
         os.environ["ATTENTION_DYNAMICS_ENGINE"] = engine
+
+
+@pytest.hookimpl(tryfirst=True)  # before the fixtures, which build the kernels
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("compiler") and native.compiler() is None:
+        message = "the C++ kernels need a compiler: c++, g++ or clang++ on the PATH, or CXX"
+        if os.environ.get("REQUIRE_COMPILER") == "1":
+            pytest.fail(message)
+        pytest.skip(message)
 
 
 @pytest.fixture(autouse=True, scope="session")

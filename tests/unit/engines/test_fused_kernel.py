@@ -21,6 +21,8 @@ from attention_dynamics.models._pass import Inputs
 from attention_dynamics.models.engines import native
 from attention_dynamics.models.engines.fused import Fused
 
+pytestmark = pytest.mark.compiler
+
 FUSED = Fused()
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 32 * torch.finfo(torch.float32).eps}
 SHAPES = list(itertools.product(HEADS, DIMENSIONS))

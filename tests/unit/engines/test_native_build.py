@@ -39,6 +39,7 @@ def kept(place):
     return sorted(path.name for path in (place / "cache").iterdir())
 
 
+@pytest.mark.compiler
 def test_a_source_is_built_once(place, monkeypatch):
     assert answer(place) == 42
     first = kept(place)
@@ -49,6 +50,7 @@ def test_a_source_is_built_once(place, monkeypatch):
     assert kept(place) == first
 
 
+@pytest.mark.compiler
 def test_a_changed_source_or_header_is_built_anew(place):
     sources = place / "sources"
     (sources / "value.h").write_text("constexpr int VALUE = 1;\n")
@@ -61,6 +63,7 @@ def test_a_changed_source_or_header_is_built_anew(place):
     assert answer(place) == 2
 
 
+@pytest.mark.compiler
 def test_two_processes_may_build_at_once(place):
     code = (
         "import sys, pathlib\n"
@@ -81,6 +84,7 @@ def test_two_processes_may_build_at_once(place):
     assert len(kept(place)) == 1
 
 
+@pytest.mark.compiler
 def test_a_build_that_is_killed_leaves_nothing_to_load(place, monkeypatch):
     slow = place / "slow"
     slow.write_text(
@@ -129,6 +133,7 @@ def test_a_broken_compiler_is_a_reason(place, monkeypatch):
     assert kept(place) == []
 
 
+@pytest.mark.compiler
 def test_a_source_that_does_not_compile_is_a_reason_found_once(place, monkeypatch):
     (place / "sources" / "answer.cpp").write_text("not C++\n")
     with pytest.raises(native.Unavailable, match=r"can't build answer\.cpp"):
@@ -139,6 +144,7 @@ def test_a_source_that_does_not_compile_is_a_reason_found_once(place, monkeypatc
         answer(place)
 
 
+@pytest.mark.compiler
 def test_a_cache_that_cannot_be_written_is_a_reason(place, monkeypatch):
     (place / "file").write_text("in the way")  # holds for the superuser too
     monkeypatch.setenv("ATTENTION_DYNAMICS_CACHE", str(place / "file"))
@@ -146,6 +152,7 @@ def test_a_cache_that_cannot_be_written_is_a_reason(place, monkeypatch):
         answer(place)
 
 
+@pytest.mark.compiler
 def test_a_damaged_library_is_a_reason(place, monkeypatch):
     damage = lambda found, path, extra, target: target.write_bytes(b"half a library")  # noqa: E731
     monkeypatch.setattr(native, "_build", damage)
@@ -153,6 +160,7 @@ def test_a_damaged_library_is_a_reason(place, monkeypatch):
         answer(place)
 
 
+@pytest.mark.compiler
 def test_a_cache_that_others_can_write_is_not_trusted(place):
     answer(place)
     native._attempt.cache_clear()
@@ -185,6 +193,7 @@ def results():
         yield from (f, *gradients)
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("build", ["portable", "wide"])
 def test_every_width_of_the_vectors_gives_the_same_numbers(place, monkeypatch, build):
     """Without knowledge of the processor, and with 64 bytes a vector on any processor."""
@@ -203,6 +212,7 @@ def test_every_width_of_the_vectors_gives_the_same_numbers(place, monkeypatch, b
     assert len([name for name in kept(place) if name.startswith("attention")]) == 2
 
 
+@pytest.mark.compiler
 def test_the_kernel_builds_for_every_instruction_set(place):
     """What this processor can't run, its compiler can build."""
     path = os.path.join(os.path.dirname(native.__file__), "attention.cpp")

@@ -154,6 +154,7 @@ def test_the_gradient_is_a_limit_of_differences():
     torch.testing.assert_close(inner, slope, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_no_bit_depends_on_the_number_of_threads(dtype):
     parameters, tokens, targets = problem(301, 20, 20, 5, dtype=dtype)
@@ -208,6 +209,7 @@ def test_long_sequences_are_cut_without_a_trace(dtype):
     assert_near((found[0], *found[1]), (expected[0], *expected[1]), 1e4 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("options", [("-O1", "-DBYTES=64"), ("-O1", "-DBYTES=16")])
 def test_other_widths_of_vectors(options, monkeypatch, tmp_path):
     monkeypatch.setenv("ATTENTION_DYNAMICS_CACHE", str(tmp_path))
@@ -256,6 +258,7 @@ def test_without_a_compiler_eager_serves_and_says_so(caplog):
     assert "no C++ compiler" in warnings[0]
 
 
+@pytest.mark.compiler
 def test_the_choice_of_an_engine(monkeypatch):
     parameters, tokens, _ = problem(2, 3, 4, 2)
     monkeypatch.delenv(selection.ENVIRONMENT, raising=False)
