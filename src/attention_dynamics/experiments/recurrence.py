@@ -100,11 +100,18 @@ def _contrast(base: Config) -> tuple[Config, ...]:
     return tuple(config for lag in LAGS for config in _pair(base, lag))
 
 
-def _variants(base: Config, split: tuple[int, ...], ball: tuple[int, ...]) -> tuple[Config, ...]:
+def _variants(
+    base: Config,
+    rest: tuple[int, ...] = LAGS,
+    split: tuple[int, ...] = LAGS,
+    ball: tuple[int, ...] = LAGS,
+) -> tuple[Config, ...]:
+    """The contrast, and at some lags the rest of the initial weights, the other split, the ball."""
     inits = [
         replace(base, lag=lag, model="recurrent", recurrent_init=init)
         for lag in LAGS
         for init in INITS[1:]
+        if init == "normal" or lag in rest
     ]
     dealt = [config for lag in split for config in _pair(base, lag, split="random")]
     inside = [config for lag in ball for config in _pair(base, lag, token_bound=BALL)]
@@ -115,10 +122,10 @@ _PAPER = Config(lag=4, model="transformer")
 _BOOK = replace(_PAPER, units=32, samples=250, steps=250)
 _SMOKE = replace(_PAPER, units=4, samples=30, steps=4)
 PROFILES = {
-    "smoke": Profile(_variants(_SMOKE, (4,), (4,)), seeds=(0, 1, 2)),
-    "book": Profile(_variants(_BOOK, LEAK_LAGS, (16,)), seeds=tuple(range(5))),
+    "smoke": Profile(_variants(_SMOKE, (4,), (4,), (4,)), seeds=(0, 1, 2)),
+    "book": Profile(_variants(_BOOK, (4, 72), LEAK_LAGS, (16,)), seeds=tuple(range(5))),
     "paper": Profile(_contrast(_PAPER), seeds=tuple(range(20))),
-    "variants": Profile(_variants(_PAPER, LAGS, LAGS), seeds=tuple(range(5))),
+    "variants": Profile(_variants(_PAPER), seeds=tuple(range(5))),
 }
 r"""``paper`` is the contrast with the initial weights of the published code. ``variants`` adds, on
 five seeds, the other initial weights, the random split and the unit ball; it holds the cells of
