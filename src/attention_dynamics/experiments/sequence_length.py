@@ -88,7 +88,7 @@ class Config:
 
     @property
     def case(self) -> str:
-        """One of :data:`CASES`, the end of the name of every quantity."""
+        """One of ``CASES``, the end of the name of every quantity."""
         return f"{self.token_law.removeprefix('sequence_')}_{self.query}"
 
     @property
