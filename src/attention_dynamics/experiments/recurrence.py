@@ -123,7 +123,7 @@ _BOOK = replace(_PAPER, units=32, samples=250, steps=250)
 _SMOKE = replace(_PAPER, units=4, samples=30, steps=4)
 PROFILES = {
     "smoke": Profile(_variants(_SMOKE, (4,), (4,), (4,)), seeds=(0, 1, 2)),
-    "book": Profile(_variants(_BOOK, (4, 72), LEAK_LAGS, (16,)), seeds=tuple(range(5))),
+    "book": Profile(_variants(_BOOK, (4, 16), LEAK_LAGS, (16,)), seeds=tuple(range(5))),
     "paper": Profile(_contrast(_PAPER), seeds=tuple(range(20))),
     "variants": Profile(_variants(_PAPER), seeds=tuple(range(5))),
 }
