@@ -3,6 +3,7 @@ r"""The manifest of a sweep: commit, configurations, seeds, versions, device, du
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from attention_dynamics.experiments.shape import Cell, config_dictionary
+from attention_dynamics.running.device import WORKSPACE
 
 MANIFEST_NAME = "manifest.json"
 _PACKAGES = ("attention-dynamics", "torch", "numpy", "scipy", "pandas", "pyarrow")
@@ -54,6 +56,7 @@ def describe(
         "devices": _distinct(facts, "device"),
         "threads": _distinct(facts, "threads"),
         "tf32": _distinct(facts, "tf32"),
+        "cublas_workspace": _distinct(facts, "cublas_workspace"),
         "cell_seconds": round(sum(fact["seconds"] for fact in facts), 3),
         "wall_seconds": round(wall_seconds, 3),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -63,8 +66,9 @@ def describe(
 def cell_facts(device: str, seconds: float) -> dict[str, Any]:
     """What the process that computes a cell knows about itself.
 
-    Threads and TF32 are settings of torch that change last digits; they are read where the
-    experiment has loaded torch, which this subpackage does not import for itself.
+    Threads and TF32 are settings of torch that change last digits, and so is the workspace of
+    cuBLAS; they are read where the experiment has loaded torch, which this subpackage does not
+    import for itself.
     """
     torch = sys.modules.get("torch")
     return {
@@ -72,6 +76,7 @@ def cell_facts(device: str, seconds: float) -> dict[str, Any]:
         "device": _device_name(torch, device),
         "threads": None if torch is None else torch.get_num_threads(),
         "tf32": None if torch is None else torch.get_float32_matmul_precision() != "highest",
+        "cublas_workspace": os.environ.get(WORKSPACE) if device.startswith("cuda") else None,
         "seconds": round(seconds, 4),
     }
 
@@ -83,7 +88,7 @@ def _device_name(torch: ModuleType | None, device: str) -> str:
 
 
 def _distinct(facts: Sequence[dict[str, Any]], name: str) -> list[Any]:
-    return sorted({fact[name] for fact in facts}, key=str)
+    return sorted({fact.get(name) for fact in facts}, key=str)
 
 
 def _versions() -> dict[str, str | None]:

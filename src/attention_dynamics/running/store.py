@@ -4,11 +4,12 @@ A directory holds one sweep::
 
     cells/<key>.parquet    finished cells, one file each
     table.parquet          all cells of the last finished sweep, in the order of the sweep
-    manifest.json          where the table comes from
+    manifest.json          where the table comes from, and what it says of each band
 
-A file appears under its name only when it is complete: it is written beside its place, flushed
-to the disk, renamed, and the directory is flushed. A process killed at any moment therefore loses
-at most the cells it was computing.
+A file appears under its name only when it is complete, so a process killed at any moment loses at
+most the cells it was computing. A cell that is there is never written again: of two processes that
+finish it, the second takes the numbers of the first, and both end with the same table. The
+manifest names its table by a hash; one that was killed between the two is read all the same.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,16 +26,22 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from attention_dynamics.experiments.shape import Cell
+from attention_dynamics.experiments.shape import Cell, Experiment
+from attention_dynamics.running.agreement import ForeignResults, require_cells, require_source
+from attention_dynamics.running.files import (
+    create_atomically,
+    exclusively,
+    flush_directory,
+    remove_stale,
+    write_atomically,
+)
 from attention_dynamics.running.manifest import MANIFEST_NAME, read_manifest
 
 FORMAT = 1  # of the files, not of what the rows mean: that is the experiment's SCHEMA
 TABLE_NAME = "table.parquet"
-_STALE_SECONDS = 3600.0
+RESULTS = "results"
 
-
-class ForeignResults(ValueError):
-    """A file in the store belongs to another experiment, or has other columns; nothing is mixed."""
+Content = tuple[pd.DataFrame, dict[str, Any]]
 
 
 class Store:
@@ -60,8 +65,12 @@ class Store:
         """Where the cell is or will be."""
         return self.cells / f"{cell.key}.parquet"
 
-    def save(self, cell: Cell, frame: pd.DataFrame, facts: Mapping[str, Any]) -> None:
-        """Write one finished cell atomically; ``facts`` (device, seconds) travel with it."""
+    def save(self, cell: Cell, frame: pd.DataFrame, facts: Mapping[str, Any]) -> Content:
+        """Write one finished cell atomically; ``facts`` (device, seconds) travel with it.
+
+        Returns what the store holds from now on: these rows, or those of another process that
+        finished the same cell before.
+        """
         self._require_columns(frame.columns, f"rows of {cell}")
         table = _as_table(frame)
         described = table.replace_schema_metadata(
@@ -73,35 +82,27 @@ class Store:
                 b"facts": json.dumps(dict(facts), sort_keys=True).encode(),
             }
         )
-        write_atomically(self.path(cell), _parquet_bytes(described))
+        content = _parquet_bytes(described)
+        if not create_atomically(self.path(cell), content):
+            earlier = self._read(cell)
+            if not isinstance(earlier, str):
+                return earlier
+            write_atomically(self.path(cell), content)
+        return frame, dict(facts)
 
-    def load(self, cell: Cell) -> tuple[pd.DataFrame, dict[str, Any]] | None:
+    def load(self, cell: Cell) -> Content | None:
         """One finished cell and its facts, or None if it has still to be computed.
 
         A file that cannot be read, or whose content does not match the digest written with it, is
         reported by a warning and counts as missing, so that a sweep computes it again.
         Raises ForeignResults if a sound file is of another cell or has other columns.
         """
-        path = self.path(cell)
-        try:
-            table = pq.read_table(path, memory_map=False)
-            metadata = table.schema.metadata or {}
-            sound = metadata[b"digest"].decode() == _digest(table)
-            facts = json.loads(metadata[b"facts"])
-        except FileNotFoundError:
-            return None
-        except (OSError, pa.ArrowException, KeyError, ValueError):
-            sound, facts, metadata, table = False, {}, {}, None
-        if not sound:
-            warnings.warn(f"{path} is damaged; its cell is computed again", stacklevel=2)
-            return None
-        if metadata[b"identity"].decode() != cell.identity:
-            raise ForeignResults(
-                f"{path} holds {metadata[b'identity'].decode()}, not {cell.identity}; "
-                "give every sweep a directory of its own"
-            )
-        self._require_columns(table.column_names, str(path))
-        return _as_frame(table), facts
+        found = self._read(cell)
+        if not isinstance(found, str):
+            return found
+        if found == "damaged":
+            warnings.warn(f"{self.path(cell)} is damaged; its cell is computed again", stacklevel=2)
+        return None
 
     def collect(self, cells: Sequence[Cell]) -> pd.DataFrame:
         """All given cells in one frame, in the given order. Raises KeyError naming one missing."""
@@ -114,28 +115,63 @@ class Store:
         return concatenate(frames, self.columns)
 
     def publish(self, frame: pd.DataFrame, manifest: Mapping[str, Any]) -> None:
-        """Write the table and its manifest, each atomically, the manifest last."""
+        """Write the table and its manifest; killed at any moment, old or new ones can be read."""
         content = _parquet_bytes(_as_table(frame))
-        write_atomically(self.directory / TABLE_NAME, content)
-        text = json.dumps(
-            {**manifest, "table_sha256": hashlib.sha256(content).hexdigest()}, indent=2
-        )
-        write_atomically(self.directory / MANIFEST_NAME, text.encode() + b"\n")
+        digest = hashlib.sha256(content).hexdigest()
+        pending = _pending(self.directory, digest)
+        with exclusively(self.directory):
+            write_atomically(pending, content)
+            write_manifest(self.directory, {**manifest, "table_sha256": digest})
+            os.replace(pending, self.directory / TABLE_NAME)
+            flush_directory(self.directory)
 
-    def require_own(self, experiment: str) -> None:
-        """Refuse a directory whose manifest is of another experiment."""
+    def require_own(self, experiment: str, schema: int | None = None) -> None:
+        """Refuse a directory whose manifest is of another experiment, or of a newer source."""
         path = self.directory / MANIFEST_NAME
-        if path.exists() and (owner := read_manifest(path).get("experiment")) != experiment:
+        if not path.exists():
+            return
+        found = read_manifest(path)
+        if (owner := found.get("experiment")) != experiment:
             raise ForeignResults(
                 f"{self.directory} holds results of {owner!r}, not of {experiment!r}; "
                 "choose another directory"
             )
+        if schema is not None and found.get("schema", schema) > schema:
+            raise ForeignResults(
+                f"{self.directory} holds results of schema {found['schema']} of {experiment!r}, "
+                f"this source has schema {schema}; update it, or choose another directory"
+            )
 
     def remove_stale(self) -> None:
         """Remove what killed writers left behind; young files may still be being written."""
-        for leftover in self.cells.glob(".*.part"):
-            if time.time() - leftover.stat().st_mtime > _STALE_SECONDS:
-                leftover.unlink(missing_ok=True)
+        for folder, pattern in (
+            (self.cells, ".*.part"),
+            (self.directory, ".*.part"),
+            (self.directory, ".*.pending"),
+        ):
+            remove_stale(folder, pattern)
+
+    def _read(self, cell: Cell) -> Content | str:
+        """The cell, or "missing" or "damaged"."""
+        path = self.path(cell)
+        try:
+            table = pq.read_table(path, memory_map=False)
+            metadata = table.schema.metadata or {}
+            if metadata[b"digest"].decode() != _digest(table):
+                return "damaged"
+            facts = json.loads(metadata[b"facts"])
+            identity = metadata[b"identity"].decode()
+        except FileNotFoundError:
+            return "missing"
+        except (OSError, pa.ArrowException, KeyError, ValueError):
+            return "damaged"
+        if identity != cell.identity:
+            raise ForeignResults(
+                f"{path} holds {identity}, not {cell.identity}; "
+                "give every sweep a directory of its own"
+            )
+        self._require_columns(table.column_names, str(path))
+        return _as_frame(table), facts
 
     def _require_columns(self, found: Sequence[str], where: str) -> None:
         if tuple(found) != self.columns:
@@ -145,31 +181,61 @@ class Store:
             )
 
 
-def read_results(directory: str | Path) -> tuple[pd.DataFrame, dict[str, Any]]:
+def read_results(directory: str | Path, experiment: Experiment | None = None) -> Content:
     """The table and the manifest of a finished sweep.
 
-    Raises FileNotFoundError if the sweep has not finished; :class:`ForeignResults` if table
-    and manifest do not belong together.
+    The table has to be the one its manifest names, and to hold exactly the cells (configurations
+    times seeds) that the manifest lists. With ``experiment``, the source: schema, columns and the
+    cells of a named profile have to be those of the source too, so that no number comes from a
+    smaller profile than its name says.
+
+    Raises FileNotFoundError if the sweep has not finished; :class:`ForeignResults` if table,
+    manifest and source do not belong together, saying in what they differ.
     """
-    path = Path(directory) / TABLE_NAME
-    manifest = read_manifest(Path(directory) / MANIFEST_NAME)
-    content = path.read_bytes()
-    if hashlib.sha256(content).hexdigest() != manifest["table_sha256"]:
+    folder = Path(directory)
+    for _ in range(3):  # between the two files another process may publish
+        manifest = read_manifest(folder / MANIFEST_NAME)
+        content = _table_bytes(folder, manifest["table_sha256"])
+        if content is not None:
+            break
+    else:
         raise ForeignResults(
-            f"{path} is not the table its manifest describes; run the sweep again, "
+            f"{folder / TABLE_NAME} is not the table its manifest describes; run the sweep again, "
             "which rebuilds both from the finished cells"
         )
-    return _as_frame(pq.read_table(pa.BufferReader(content))), manifest
+    frame = _as_frame(pq.read_table(pa.BufferReader(content)))
+    require_cells(frame, manifest, str(folder))
+    if experiment is not None:
+        require_source(frame, manifest, experiment, str(folder))
+    return frame, manifest
 
 
-def _as_table(frame: pd.DataFrame) -> pa.Table:
-    """A frame as an Arrow table; the index is dropped."""
-    return pa.Table.from_pandas(frame, preserve_index=False)
+def stored_results(
+    experiment: str | Experiment, profile: str, *, results: str | Path | None = None
+) -> Content:
+    """The table and the manifest of a result that is stored with the sources.
+
+    ``experiment`` is a name, or the module itself; they are read by :func:`read_results` against
+    the source. ``results`` is the folder of all results: by default that of the repository.
+
+    Raises FileNotFoundError saying what to run if there is no such result.
+    """
+    from attention_dynamics import experiments
+
+    source = experiments.get(experiment) if isinstance(experiment, str) else experiment
+    folder = Path(results or Path(__file__).resolve().parents[3] / RESULTS) / source.NAME / profile
+    if not (folder / MANIFEST_NAME).exists():
+        raise FileNotFoundError(
+            f"no stored results in {folder}; in the repository's folder run "
+            f"attention-dynamics run {source.NAME} --profile {profile}"
+        )
+    return read_results(folder, source)
 
 
-def _as_frame(table: pa.Table) -> pd.DataFrame:
-    """An Arrow table as a frame without leftovers of how it was stored."""
-    return table.to_pandas()
+def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
+    """Write the manifest of a directory atomically."""
+    text = json.dumps(dict(manifest), indent=2, allow_nan=False)
+    write_atomically(directory / MANIFEST_NAME, text.encode() + b"\n")
 
 
 def concatenate(frames: Sequence[pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
@@ -180,24 +246,27 @@ def concatenate(frames: Sequence[pd.DataFrame], columns: Sequence[str]) -> pd.Da
     return _as_frame(pa.concat_tables(tables, promote_options="permissive").combine_chunks())
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write beside the place, flush, rename over it, flush the directory."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.parent / f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part"
-    try:
-        with open(part, "xb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-    if os.name == "posix":
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+def _pending(directory: Path, digest: str) -> Path:
+    """Where a table waits while its manifest is written."""
+    return directory / f".{digest[:32]}.pending"
+
+
+def _table_bytes(directory: Path, digest: str) -> bytes | None:
+    """The table of that hash: in its place, or still waiting beside it."""
+    for path in (directory / TABLE_NAME, _pending(directory, digest)):
+        if path.exists() and hashlib.sha256(content := path.read_bytes()).hexdigest() == digest:
+            return content
+    return None
+
+
+def _as_table(frame: pd.DataFrame) -> pa.Table:
+    """A frame as an Arrow table; the index is dropped."""
+    return pa.Table.from_pandas(frame, preserve_index=False)
+
+
+def _as_frame(table: pa.Table) -> pd.DataFrame:
+    """An Arrow table as a frame without leftovers of how it was stored."""
+    return table.to_pandas()
 
 
 def _parquet_bytes(table: pa.Table) -> bytes:

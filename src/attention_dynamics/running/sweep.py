@@ -2,11 +2,10 @@ r"""A sweep: all (configuration, seed) cells of an experiment, resumable, on any
 
 from __future__ import annotations
 
-import pickle
+import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,20 @@ import pandas as pd
 from tqdm import tqdm
 
 from attention_dynamics.experiments.shape import Cell, Experiment, cells_of
-from attention_dynamics.running.manifest import cell_facts, describe
+from attention_dynamics.running.agreement import profile_name
+from attention_dynamics.running.device import prepare_device
+from attention_dynamics.running.manifest import describe
 from attention_dynamics.running.store import Store, concatenate
+from attention_dynamics.running.verdicts import published
+from attention_dynamics.running.workers import (
+    Keep,
+    Result,
+    compute_here,
+    compute_on,
+    compute_on_fresh,
+)
 
-Result = tuple[pd.DataFrame, dict[str, Any]]
-
-
-class CellFailed(RuntimeError):
-    """A cell raised; the message names it, the cause is the error itself."""
+log = logging.getLogger("attention_dynamics")
 
 
 def sweep(
@@ -31,7 +36,7 @@ def sweep(
     configs: Iterable[Any] | None = None,
     seeds: Iterable[int] | None = None,
     directory: str | Path | None = None,
-    executor: Executor | None = None,
+    executor: Executor | Callable[[], Executor] | None = None,
     device: str = "cpu",
     progress: bool = False,
 ) -> pd.DataFrame:
@@ -39,20 +44,24 @@ def sweep(
 
     Raises ValueError for an unknown profile, for missing configurations or seeds, and for a
     function that worker processes cannot import (one defined in a notebook); CellFailed naming a
-    cell that raised, after all cells that finished have been stored.
+    cell that raised, and its kind WorkersLost when workers died, after all cells that finished
+    have been stored. Ctrl-C leaves the finished cells too.
 
     Parameters
     ----------
     experiment
         A module of :mod:`attention_dynamics.experiments`, or any object of that shape.
     profile
-        The name of one of its profiles; ``configs`` and ``seeds`` replace the profile's.
+        The name of one of its profiles; ``configs`` and ``seeds`` replace the profile's, and the
+        manifest then says "custom".
     directory
         Where finished cells are kept, one directory a sweep; None keeps everything in memory. The
-        same call again computes only what is missing.
+        same call again computes only what is missing. Several processes may share it.
     executor
         Any :class:`concurrent.futures.Executor`: :func:`process_pool`, or ``dask.distributed``'s
-        ``Client.get_executor()``. None computes in this process. Cells are written by this process.
+        ``Client.get_executor()``. None computes in this process. A function that makes one, such
+        as ``functools.partial(process_pool, 4)``, is asked for another whenever workers died, and
+        the sweep goes on. Cells are written by this process.
     progress
         Show a bar with the estimated time left.
 
@@ -64,87 +73,54 @@ def sweep(
     """
     configs, seeds = _resolve(experiment, profile, configs, seeds)
     cells = cells_of(experiment, configs, seeds)
-    if executor is not None:
-        _require_importable(experiment.run, executor)
+    prepare_device(device)
     store = None if directory is None else Store(directory, experiment.COLUMNS)
     started = time.perf_counter()
     done: dict[str, Result] = {}
     if store is not None:
-        store.require_own(experiment.NAME)
+        store.require_own(experiment.NAME, experiment.SCHEMA)
         store.remove_stale()
         done = {cell.key: found for cell in cells if (found := store.load(cell)) is not None}
     missing = [cell for cell in cells if cell.key not in done]
-    computed = _compute(experiment, missing, device, executor)
     label = f"{experiment.NAME} {profile or 'custom'}"
-    with tqdm(total=len(cells), initial=len(done), desc=label, disable=not progress) as bar:
-        for cell, result in computed:
-            if store is not None:
-                store.save(cell, *result)
-            done[cell.key] = result
+    with tqdm(
+        total=len(cells), initial=len(done), desc=label, unit="cell", smoothing=0.05,
+        disable=not progress,
+    ) as bar:  # fmt: skip
+
+        def keep(cell: Cell, result: Result) -> None:
+            done[cell.key] = result if store is None else store.save(cell, *result)
             bar.update()
+
+        _compute(experiment, missing, device, executor, keep)
     ordered = [done[cell.key] for cell in cells]
     frame = concatenate([rows for rows, _ in ordered], experiment.COLUMNS)
     if store is not None and cells:
         facts = [fact for _, fact in ordered]
+        name = profile_name(experiment, profile, configs, seeds)
         wall = time.perf_counter() - started
-        store.publish(frame, describe(cells, profile or "custom", facts, wall))
+        manifest = describe(cells, name, facts, wall) | published(experiment, frame)
+        store.require_own(experiment.NAME, experiment.SCHEMA)
+        store.publish(frame, manifest)
     return frame
 
 
-def process_pool(workers: int, *, threads: int = 1) -> ProcessPoolExecutor:
-    """A pool of fresh processes with a fixed number of threads each, so that numbers repeat.
-
-    Processes are spawned, not forked: a forked copy of a process that has used torch may hang.
-    """
-    if workers < 1:
-        raise ValueError(f"workers must be at least 1, got {workers}")
-    return ProcessPoolExecutor(
-        workers, mp_context=get_context("spawn"), initializer=_set_threads, initargs=(threads,)
-    )
-
-
-def run_cell(run: Callable[..., pd.DataFrame], config: Any, seed: int, device: str) -> Result:
-    """Compute one cell, in whatever process this is."""
-    started = time.perf_counter()
-    rows = run(config, seed, device)
-    return rows, cell_facts(device, time.perf_counter() - started)
-
-
 def _compute(
-    experiment: Experiment, cells: list[Cell], device: str, executor: Executor | None
-) -> Iterator[tuple[Cell, Result]]:
+    experiment: Experiment,
+    cells: list[Cell],
+    device: str,
+    executor: Executor | Callable[[], Executor] | None,
+    keep: Keep,
+) -> None:
     if executor is None:
-        for cell in cells:
-            try:
-                result = run_cell(experiment.run, cell.config, cell.seed, device)
-            except Exception as error:
-                raise CellFailed(f"{cell}: {error}") from error
-            yield cell, result
-        return
-    futures: dict[Future[Result], Cell] = {
-        executor.submit(run_cell, experiment.run, cell.config, cell.seed, device): cell
-        for cell in cells
-    }
-    failure: tuple[Cell, BaseException] | None = None
-    try:
-        for future in as_completed(futures):
-            if future.cancelled():
-                continue
-            raised = future.exception()
-            if raised is None:
-                yield futures[future], future.result()
-            elif failure is None:
-                failure = (futures[future], raised)
-                for waiting in futures:
-                    waiting.cancel()
-    finally:
-        for waiting in futures:
-            waiting.cancel()
-    if failure is not None:
-        cell, cause = failure
-        raise CellFailed(
-            f"{cell}: {cause!r}; with a directory, the finished cells are kept: run it again"
-        ) from cause
+        compute_here(experiment, cells, device, keep)
+    elif isinstance(executor, Executor):
+        compute_on(executor, experiment, cells, device, keep)
+    else:
+        compute_on_fresh(
+            executor, experiment, cells, device, keep,
+            lambda left: log.warning("a worker died; %d cells go on in a fresh pool", left),
+        )  # fmt: skip
 
 
 def _resolve(
@@ -163,28 +139,3 @@ def _resolve(
     if configs is None or seeds is None:
         raise ValueError("give a profile, or both configs and seeds")
     return tuple(configs), tuple(seeds)
-
-
-def _require_importable(run: Callable[..., Any], executor: Executor) -> None:
-    # a pickled function is a name: a worker process looks it up, and a notebook has no module
-    if not isinstance(executor, ProcessPoolExecutor):
-        return
-    where = getattr(run, "__module__", None)
-    try:
-        pickle.dumps(run)
-        importable = where != "__main__"
-    except Exception:
-        importable = False
-    if not importable:
-        name = getattr(run, "__qualname__", repr(run))
-        raise ValueError(
-            f"run function {name!r} of module {where!r} cannot be imported by worker processes, "
-            "because it lives in a notebook, a script or another function; move it into an "
-            "importable module (here: src/attention_dynamics/experiments), or leave out executor"
-        )
-
-
-def _set_threads(threads: int) -> None:
-    import torch
-
-    torch.set_num_threads(threads)

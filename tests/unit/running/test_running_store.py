@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 
 import pandas as pd
 import pytest
@@ -119,8 +120,11 @@ def test_a_directory_of_another_experiment_is_refused(store):
         store.require_own("toy")
 
 
+MANIFEST = {"experiment": "toy", "configs": [asdict(CELL.config)], "seeds": [0]}
+
+
 def test_a_table_that_is_not_its_manifests_is_refused(store):
-    store.publish(toy.run(CELL.config, 0), {"experiment": "toy"})
+    store.publish(toy.run(CELL.config, 0), MANIFEST)
     frame, manifest = read_results(store.directory)
     assert manifest["experiment"] == "toy"
     pd.testing.assert_frame_equal(frame, toy.run(CELL.config, 0), check_exact=True)
