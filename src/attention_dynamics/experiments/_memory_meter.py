@@ -1,0 +1,150 @@
+r"""Two meters of the memory a computation takes beyond its inputs: counted bytes, and pages.
+
+:func:`peak_bytes` follows every tensor that the computation makes and adds up those that live at
+one time: the same number for the same code on every machine. What one operator, or a compiled
+kernel, takes and gives back within itself is not seen. :func:`resident_bytes` asks the system how
+many pages came to be used: it sees everything, and differs from run to run by a few hundred
+kilobytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+R = TypeVar("R")
+_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def peak_bytes(compute: Callable[[], R], device: str = "cpu") -> tuple[int, R]:
+    r"""
+    .. math:: \max_{\text{time}} \sum_{\text{storages made by compute and alive}} \text{bytes},
+
+    and the result of ``compute()``, whose own bytes are among those that count.
+
+    On a CPU the storages are counted; on CUDA the number is that of torch's allocator, after one
+    run that builds kernels and work spaces. A thread of its own keeps buffers of earlier calls
+    out of it, and no cyclic garbage is collected meanwhile, so that the count repeats.
+    """
+    if torch.device(device).type == "cuda":
+        return _allocated(compute, torch.device(device))
+    return _in_fresh_thread(lambda: _counted(compute))
+
+
+def resident_bytes(compute: Callable[[], R]) -> tuple[int, R]:
+    r"""
+    .. math:: \max_{\text{time}} \mathrm{RSS} - \mathrm{RSS}_{\text{before}},
+
+    and the result of ``compute()``. Linux only: the high-water mark of this process is reset and
+    read again. Call ``compute`` once on small inputs before, so that libraries are in memory.
+    Raises RuntimeError where the mark cannot be reset.
+    """
+    return _in_fresh_thread(lambda: _resident(compute))
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows the storages that are made while it is active; ``current`` and ``peak`` in bytes.
+
+    A storage that an operator is given, and that was not made here, is an input and never counts;
+    neither does a view, which shares the storage of another tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = self.peak = 0
+        self._own: dict[int, weakref.ref] = {}
+        self._inputs: dict[int, Any] = {}  # kept alive, so that no new storage takes their place
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator; note what it was given, then what it made."""
+        kwargs = kwargs or {}
+        for storage in _storages((args, kwargs)):
+            if storage._cdata not in self._own:
+                self._inputs[storage._cdata] = storage
+        result = func(*args, **kwargs)
+        for storage in _storages(result):
+            if storage._cdata not in self._own and storage._cdata not in self._inputs:
+                self._add(storage)
+        return result
+
+    def _add(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+
+        def forget(_: object) -> None:
+            del self._own[key]
+            self.current -= size
+
+        self._own[key] = weakref.ref(storage, forget)
+        self.current += size
+        self.peak = max(self.peak, self.current)
+
+
+def _storages(value: Any) -> Iterator[Any]:
+    if isinstance(value, Tensor):
+        yield value.untyped_storage()
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _storages(item)
+    elif isinstance(value, dict):
+        yield from _storages(tuple(value.values()))
+
+
+def _counted(compute: Callable[[], R]) -> tuple[int, R]:
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with LiveBytes() as live:
+            result = compute()
+    finally:
+        if collecting:
+            gc.enable()
+    return live.peak, result
+
+
+def _allocated(compute: Callable[[], R], device: torch.device) -> tuple[int, R]:
+    compute()
+    torch.cuda.synchronize(device)
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = compute()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before, result
+
+
+def _resident(compute: Callable[[], R]) -> tuple[int, R]:
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc: what was freed goes back
+    if trim is not None:
+        trim(0)
+    try:
+        _RESET.write_text("5")
+        before = _status("VmRSS")
+    except OSError as error:
+        raise RuntimeError(
+            f"the peak of the resident memory cannot be measured here ({error}); this needs Linux "
+            f"and the right to write {_RESET}: use peak_bytes"
+        ) from None
+    result = compute()
+    return _status("VmHWM") - before, result
+
+
+def _status(field: str) -> int:
+    for line in _STATUS.read_text("utf8").splitlines():
+        if line.startswith(field):
+            return 1024 * int(line.split()[1])
+    raise OSError(f"{_STATUS} has no {field}")
+
+
+def _in_fresh_thread(function: Callable[[], R]) -> R:
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(function).result()
