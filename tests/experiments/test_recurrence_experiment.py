@@ -356,6 +356,9 @@ def test_a_table_as_theory_says_is_inside_every_band():
     }  # fmt: skip
     for quantity, value in expected.items():
         assert summary.loc[quantity, "estimate"] == pytest.approx(value, abs=0.02), quantity
+    exact = ["gradient_growth", "recurrent_rate", "saturation"]  # these have no noise
+    for quantity in exact:
+        assert summary.loc[quantity, "estimate"] == pytest.approx(expected[quantity], abs=1e-9)
 
 
 def test_a_table_that_contradicts_theory_is_outside_of_every_band():

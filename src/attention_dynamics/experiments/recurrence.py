@@ -147,12 +147,13 @@ BANDS = {
     "leak": Band(0.0, None, "dealt windows share the slow swings of the series; sign only"),
     "ball": Band(0.0, None, "tokens divided by b move the heads more slowly; sign only"),
 }
-r"""``short_lag``, ``long_lag``: the smallest validation error of the Transformer minus that of the
-recurrent units. ``gradient_growth``: log-log slope of the Transformer's largest gradient norm
-against T. ``recurrent_rate``: slope of the logarithm of the recurrent mean gradient norm against T.
-``saturation``: mean of :math:`\log|u\,\sigma'(z_t)|` at the start, u = 1.5 or -1.5. ``leak``: error
-of the split in time minus that of the random one. ``ball``: the Transformer's error with tokens in
-the unit ball minus that outside of it."""
+r"""The smallest validation error of the Transformer minus that of the recurrent units is
+``short_lag`` at L = 4, ``long_lag`` at L = 72 and 96. ``gradient_growth`` is the log-log slope of
+the Transformer's largest gradient norm against T, ``recurrent_rate`` the slope of the logarithm of
+the recurrent mean gradient norm against T, ``saturation`` the mean of
+:math:`\log|u\,\sigma'(z_t)|` at the start, u = 1.5 or -1.5. ``leak`` is the error of the split in
+time minus that of the random one, ``ball`` the Transformer's error with tokens in the unit ball
+minus that outside of it."""
 LEAK_RIDGE = Band(0.0, None, "the same sign, for a linear fit, whose many seeds cost nothing")
 LEAK_SEEDS = tuple(range(200))
 
