@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
             help=f"{meaning}: one number, or three for c, U, W (default 1)",
         )  # fmt: skip
     bound.add_argument("--eta", type=float, help="step size (default 1/sqrt(tau))")
-    bound.add_argument("--activation", default="tanh", help="tanh (default) or another one")
+    bound.add_argument("--activation", default="tanh", help="tanh (default), erf or erf_plain")
     bound.add_argument("--form", default="fast", help="fast (default) or paper")
     bound.add_argument("--descent", default="ProjGD", help="ProjGD (default) or ProjSGD")
     bound.add_argument("--error", default="rms", help="rms over the samples (default) or sup")

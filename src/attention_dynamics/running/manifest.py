@@ -75,10 +75,18 @@ def cell_facts(device: str, seconds: float) -> dict[str, Any]:
         "commit": _commit(),
         "device": _device_name(torch, device),
         "threads": None if torch is None else torch.get_num_threads(),
-        "tf32": None if torch is None else torch.get_float32_matmul_precision() != "highest",
+        "tf32": None if torch is None else _tf32(torch),
         "cublas_workspace": os.environ.get(WORKSPACE) if device.startswith("cuda") else None,
         "seconds": round(seconds, 4),
     }
+
+
+def _tf32(torch: ModuleType) -> bool:
+    """Whether matrix products may be rounded to TF32, by either of torch's two interfaces."""
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # the newer one was used, and the older one refuses to answer
+        return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def _device_name(torch: ModuleType | None, device: str) -> str:
