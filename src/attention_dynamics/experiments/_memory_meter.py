@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import multiprocessing
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,18 +38,33 @@ def peak_bytes(compute: Callable[[], R], device: str = "cpu") -> tuple[int, R]:
     """
     if torch.device(device).type == "cuda":
         return _allocated(compute, torch.device(device))
-    return _in_fresh_thread(lambda: _counted(compute))
+    return in_fresh_thread(lambda: _counted(compute))
 
 
-def resident_bytes(compute: Callable[[], R]) -> tuple[int, R]:
+def resident_bytes(prepare: Callable[..., Callable[[], object]], *arguments: Any) -> int:
     r"""
-    .. math:: \max_{\text{time}} \mathrm{RSS} - \mathrm{RSS}_{\text{before}},
+    .. math:: \max_{\text{time}} \mathrm{RSS} - \mathrm{RSS}_{\text{before}}
 
-    and the result of ``compute()``. Linux only: the high-water mark of this process is reset and
-    read again. Call ``compute`` once on small inputs before, so that libraries are in memory.
-    Raises RuntimeError where the mark cannot be reset.
+    of ``compute()``, which the module-level function ``prepare`` returns, in a process of its own:
+    in this one, memory that was freed before would be used again unseen. ``prepare(*arguments)``
+    should build the inputs and compute once on small ones, so that libraries are in memory. One
+    thread; Linux only, where the peak of a process can be forgotten and read again. Raises
+    RuntimeError with what went wrong in the process.
     """
-    return _in_fresh_thread(lambda: _resident(compute))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([prepare.__module__])
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_measure, args=(send, prepare, arguments))
+    process.start()
+    send.close()
+    try:
+        answer = receive.recv()
+    except EOFError:
+        answer = "the process ended without an answer; was there memory enough?"
+    process.join()
+    if isinstance(answer, str):
+        raise RuntimeError(answer)
+    return int(answer)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -67,12 +83,13 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator; note what it was given, then what it made."""
         kwargs = kwargs or {}
-        for storage in _storages((args, kwargs)):
-            if storage._cdata not in self._own:
-                self._inputs[storage._cdata] = storage
+        own, inputs = self._own, self._inputs
+        for storage in _storages((*args, *kwargs.values())):
+            if storage._cdata not in own:
+                inputs[storage._cdata] = storage
         result = func(*args, **kwargs)
-        for storage in _storages(result):
-            if storage._cdata not in self._own and storage._cdata not in self._inputs:
+        for storage in _storages((result,)):
+            if storage._cdata not in own and storage._cdata not in inputs:
                 self._add(storage)
         return result
 
@@ -88,14 +105,15 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.current)
 
 
-def _storages(value: Any) -> Iterator[Any]:
-    if isinstance(value, Tensor):
-        yield value.untyped_storage()
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _storages(item)
-    elif isinstance(value, dict):
-        yield from _storages(tuple(value.values()))
+def _storages(values: Iterable[Any]) -> list[Any]:
+    """The storages of the tensors among the values, and in lists of them."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value.untyped_storage())
+        elif isinstance(value, list | tuple):
+            found += _storages(value)
+    return found
 
 
 def _counted(compute: Callable[[], R]) -> tuple[int, R]:
@@ -121,30 +139,44 @@ def _allocated(compute: Callable[[], R], device: torch.device) -> tuple[int, R]:
     return torch.cuda.max_memory_allocated(device) - before, result
 
 
-def _resident(compute: Callable[[], R]) -> tuple[int, R]:
+def _measure(
+    send: Any, prepare: Callable[..., Callable[[], object]], arguments: tuple[Any, ...]
+) -> None:
+    try:
+        torch.set_num_threads(1)
+        send.send(_resident(prepare(*arguments)))
+    except Exception as error:
+        send.send(f"{type(error).__name__}: {error}")
+    send.close()
+
+
+def _resident(compute: Callable[[], object]) -> int:
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc: what was freed goes back
     if trim is not None:
         trim(0)
     try:
         _RESET.write_text("5")
-        before = _status("VmRSS")
     except OSError as error:
         raise RuntimeError(
             f"the peak of the resident memory cannot be measured here ({error}); this needs Linux "
             f"and the right to write {_RESET}: use peak_bytes"
         ) from None
-    result = compute()
-    return _status("VmHWM") - before, result
+    before = _status("VmRSS")
+    kept = compute()
+    peak = _status("VmHWM")
+    del kept
+    return peak - before
 
 
 def _status(field: str) -> int:
     for line in _STATUS.read_text("utf8").splitlines():
         if line.startswith(field):
             return 1024 * int(line.split()[1])
-    raise OSError(f"{_STATUS} has no {field}")
+    raise RuntimeError(f"{_STATUS} has no {field}")
 
 
-def _in_fresh_thread(function: Callable[[], R]) -> R:
+def in_fresh_thread(function: Callable[[], R]) -> R:
+    """Call ``function`` where no thread-local work space exists yet, and let its own go after."""
     with ThreadPoolExecutor(1) as executor:
         return executor.submit(function).result()

@@ -86,7 +86,7 @@ def _recurrent_autograd(p: Problem) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 def _recurrent_closed(p: Problem) -> tuple[Tensor, RecurrentParameters]:
     values, gradients = recurrent_engines.eager(
-        tuple(p.units), p.tokens, p.targets, p.sigma, len(p.tokens)
+        p.units, p.tokens, p.targets, p.sigma, len(p.tokens)
     )
     assert gradients is not None
     return (values - p.targets).square().mean(), RecurrentParameters(*gradients)
@@ -99,7 +99,7 @@ def _recurrent_fused(p: Problem) -> tuple[Tensor, RecurrentParameters]:
 
 
 def _recurrent_values(p: Problem) -> Tensor:
-    return recurrent_engines.eager(tuple(p.units), p.tokens, None, p.sigma, len(p.tokens))[0]
+    return recurrent_engines.eager(p.units, p.tokens, None, p.sigma, len(p.tokens))[0]
 
 
 METHODS: dict[str, Method] = {

@@ -85,7 +85,8 @@ def streamed_summary(
     r"""The summary of all tokens, read once, ``block`` of them at a time; query (d,) or (n, d)."""
     directions = _pass.head_queries(W, query, scale)
     total = None
-    for part in tokens.split(block, dim=1):
+    for start in range(0, tokens.shape[1], block):  # split would make all views at once
+        part = tokens[:, start : start + block]
         new = summary(part, U, directions)
         total = new if total is None else merge(total, new, U)
     assert total is not None  # there is at least one token
@@ -128,7 +129,8 @@ def streamed_values(
     directions = _pass.head_queries(W, query, scale)
     shape = tokens.shape[0], len(U)
     top, Z, s = tokens.new_full(shape, -torch.inf), tokens.new_zeros(shape), tokens.new_zeros(shape)
-    for part in tokens.split(block, dim=1):
+    for start in range(0, tokens.shape[1], block):
+        part = tokens[:, start : start + block]
         logits = _pass.project(part, directions)
         larger = torch.maximum(top, logits.amax(dim=1))
         e = torch.exp(logits - larger[:, None])

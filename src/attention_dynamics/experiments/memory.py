@@ -12,6 +12,7 @@ that the memory of the Transformer grows with T. The bands were fixed before the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -19,7 +20,11 @@ import pandas as pd
 import torch
 
 from attention_dynamics.data import generator, query_vector, unit_ball_tokens
-from attention_dynamics.experiments._memory_meter import peak_bytes, resident_bytes
+from attention_dynamics.experiments._memory_meter import (
+    in_fresh_thread,
+    peak_bytes,
+    resident_bytes,
+)
 from attention_dynamics.experiments._memory_methods import METHODS, Method, Problem
 from attention_dynamics.experiments.estimates import (
     Band,
@@ -81,7 +86,7 @@ _SMOKE = replace(_PAPER, samples=2, units=4, dimension=3)
 _LENGTHS = (2**8, 2**10, 2**12, 2**14, 2**16)
 PROFILES = {
     "smoke": Profile(_configs(_SMOKE, (64, 256), (64, 256)), seeds=(0, 1)),
-    "book": Profile(_configs(_BOOK, _LENGTHS[:-1], (2**8, 2**10, 2**11, 2**12)), seeds=(0, 1)),
+    "book": Profile(_configs(_BOOK, _LENGTHS[:-1], (2**8, 2**10, 2**12)), seeds=(0, 1)),
     "paper": Profile(_configs(_PAPER, _LENGTHS, _LENGTHS), seeds=(0, 1)),
 }
 """Two seeds, since a count should not depend on the numbers: the interval then has no width."""
@@ -143,16 +148,22 @@ def run(config: Config, seed: int, device: str = "cpu") -> pd.DataFrame:
 
 
 def resident(config: Config, seed: int) -> int:
-    """The bytes of pages that one computation of ``config`` adds to this process, beyond its
-    inputs; on the CPU, not repeatable to the byte.
+    """The bytes of pages that one computation of ``config`` takes beyond its inputs, in a process
+    of its own on the CPU; not repeatable to the byte.
 
     Raises RuntimeError where the system does not say, ValueError as :func:`run`.
     """
-    method = _method(config)
+    _method(config)
+    return resident_bytes(computation, config, seed)
+
+
+def computation(config: Config, seed: int) -> Callable[[], object]:
+    """The computation of a cell, after one of eight tokens that brings its libraries in."""
+    compute = _method(config).compute
     small = problem_of(replace(config, length=8), seed)
-    method.compute(small)
+    in_fresh_thread(lambda: compute(small))  # with its work space, which is not to be found there
     problem = problem_of(config, seed)
-    return resident_bytes(lambda: method.compute(problem))[0]
+    return lambda: compute(problem)
 
 
 def problem_of(
