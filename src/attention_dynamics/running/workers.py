@@ -20,6 +20,7 @@ from concurrent.futures import (
     ProcessPoolExecutor,
     as_completed,
 )
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -54,7 +55,9 @@ def process_pool(workers: int, *, threads: int = 1) -> ProcessPoolExecutor:
 
 
 @contextlib.contextmanager
-def dask_executor(where: str = "dask", workers: int = 1) -> Iterator[Executor]:
+def dask_executor(
+    where: str = "dask", workers: int = 1, *, timeout: float = 30.0
+) -> Iterator[Executor]:
     """An executor of ``dask.distributed``: on a cluster of this machine, or on one that runs.
 
     ``where`` is ``"dask"``, for ``workers`` processes with one thread each, or the address of a
@@ -62,27 +65,21 @@ def dask_executor(where: str = "dask", workers: int = 1) -> Iterator[Executor]:
     ModuleNotFoundError that says what to install, OSError if the scheduler does not answer.
     """
     try:
-        import dask
         from distributed import Client, LocalCluster
     except ImportError:
         raise ModuleNotFoundError(
             "dask.distributed is not installed: pip install 'attention-dynamics[cluster]'"
         ) from None
-    # Nothing is written to disk by a worker: what it would put there are pickles.
-    memory = {f"distributed.worker.memory.{name}": False for name in ("target", "spill")}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(dask.config.set(memory))
         if where == "dask":
-            where = stack.enter_context(
-                LocalCluster(
-                    n_workers=workers,
-                    threads_per_worker=1,
-                    processes=True,
-                    dashboard_address=None,
-                    silence_logs=50,
-                )
-            )
-        yield stack.enter_context(Client(where, timeout=30)).get_executor()
+            # No limit of memory: dask's own ends a worker at its share of the machine, and writes
+            # pickles to the disk before.
+            cluster = LocalCluster(
+                n_workers=workers, threads_per_worker=1, processes=True, memory_limit=0,
+                dashboard_address=None, silence_logs=50,
+            )  # fmt: skip
+            where = stack.enter_context(cluster)
+        yield stack.enter_context(Client(where, timeout=timeout)).get_executor()
 
 
 def run_cell(run: Callable[..., pd.DataFrame], config: Any, seed: int, device: str) -> Result:
@@ -103,12 +100,18 @@ def compute_here(experiment: Experiment, cells: Sequence[Cell], device: str, kee
 
 
 def compute_on(
-    executor: Executor, experiment: Experiment, cells: Sequence[Cell], device: str, keep: Keep
+    executor: Executor,
+    experiment: Experiment,
+    cells: Sequence[Cell],
+    device: str,
+    keep: Keep,
+    *,
+    stop: Callable[[], None] | None = None,
 ) -> None:
     """Compute cells on an executor, and ``keep`` each as it finishes.
 
     Raises CellFailed for the first cell that raised, WorkersLost if workers died; whatever
-    finished is kept before, also on Ctrl-C.
+    finished is kept before, also on Ctrl-C. That cancels what waits, or calls ``stop`` instead.
     """
     require_importable(experiment.run, executor)
     futures: dict[Future[Result], Cell] = {}
@@ -139,7 +142,7 @@ def compute_on(
                 failure = (futures[future], raised)
                 _cancel(futures)
     except KeyboardInterrupt:
-        _cancel(futures)
+        (stop or partial(_cancel, futures))()
         for future in futures:
             if future.done():
                 keep_finished(future)
@@ -187,27 +190,29 @@ def compute_on_fresh(
         executor = make()
         before = len(finished)
         try:
-            compute_on(executor, experiment, missing, device, note)
-            executor.shutdown()
+            stop = partial(stop_now, executor)
+            compute_on(executor, experiment, missing, device, note, stop=stop)
         except WorkersLost:
-            stop_now(executor)
             fruitless = fruitless + 1 if len(finished) == before else 0
             if fruitless == 2:
                 raise
-        except BaseException:
-            stop_now(executor)
-            raise
+        finally:
+            executor.shutdown()
         missing = [cell for cell in reversed(missing) if cell.key not in finished]
         if missing:
             lost(len(missing))
 
 
 def stop_now(executor: Executor) -> None:
-    """Shut an executor down without waiting for the cells it is computing."""
+    """Shut an executor down without waiting for the cells it is computing.
+
+    Processes of a pool are ended first, and nothing is cancelled before: a pool that loses its
+    processes with cancelled cells in it stumbles over them, loudly.
+    """
     processes = list((getattr(executor, "_processes", None) or {}).values())
-    executor.shutdown(wait=False)
     for process in processes:
         process.terminate()
+    executor.shutdown(wait=bool(processes))
 
 
 def require_importable(run: Callable[..., Any], executor: Executor) -> None:
@@ -244,7 +249,7 @@ def _is_loss(error: BaseException) -> bool:
 
 
 def _start_worker(threads: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that sweeps
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(threads)  # read when torch is loaded, with the first cell
     torch = sys.modules.get("torch")
