@@ -52,7 +52,7 @@ def resident_bytes(prepare: Callable[..., Callable[[], object]], *arguments: Any
     RuntimeError with what went wrong in the process.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([prepare.__module__])
+    context.set_forkserver_preload([__name__, prepare.__module__])
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=_measure, args=(send, prepare, arguments))
     process.start()
