@@ -21,7 +21,6 @@ import pandas as pd
 
 from attention_dynamics.experiments.shape import Cell, Experiment, cells_of, config_dictionary
 from attention_dynamics.running.agreement import select_cell
-from attention_dynamics.running.workers import run_cell
 
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
 
@@ -65,7 +64,7 @@ def rerun(
     drawn = _drawn(experiment, manifest, cells, seed, spread=same)
     problems, parts = [], []
     for cell in drawn:
-        new, _ = run_cell(experiment.run, cell.config, cell.seed, device)
+        new = experiment.run(cell.config, cell.seed, device)
         old = select_cell(frame, config_dictionary(cell.config), cell.seed)
         if list(old["quantity"]) != list(new["quantity"]):
             problems.append(f"{cell}: other quantities than stored: {sorted(set(new['quantity']))}")
