@@ -1,4 +1,4 @@
-r"""Random streams, tokens in the unit ball, windows of an autoregressive series."""
+r"""Random streams, tokens in the unit ball, windows of an autoregressive series, real data."""
 
 from attention_dynamics.data.autoregressive import (
     Forecasting,
@@ -11,6 +11,15 @@ from attention_dynamics.data.autoregressive import (
     stationary_variance,
     targets_seen,
 )
+from attention_dynamics.data.real import (
+    DigitImages,
+    RealSeries,
+    RealTask,
+    Sequences,
+    digit_images,
+    real_series,
+    real_task,
+)
 from attention_dynamics.data.streams import generator, stream_key, stream_seed
 from attention_dynamics.data.tokens import (
     Law,
@@ -21,16 +30,23 @@ from attention_dynamics.data.tokens import (
 )
 
 __all__ = [
+    "DigitImages",
     "Forecasting",
     "Law",
+    "RealSeries",
+    "RealTask",
+    "Sequences",
     "Windows",
     "autoregressive_series",
     "autoregressive_task",
     "check_token_norms",
+    "digit_images",
     "forecasting_task",
     "generator",
     "position_features",
     "query_vector",
+    "real_series",
+    "real_task",
     "rescale_tokens",
     "split_windows",
     "stationary_variance",
