@@ -280,7 +280,7 @@ def test_blocks_merge_in_any_order_and_any_grouping(cuts, order, scale, seed):
     X = torch.randn(n, sum(cuts), d, generator=stream, **DOUBLE)
     U, W = (torch.randn(m, *k, generator=stream, **DOUBLE) for k in ((d,), (d, d)))
     q = torch.randn(d, generator=stream, **DOUBLE)
-    parts = [state.summary(x, U, scale * (W @ q)) for x in X.split(cuts, dim=1)]
+    parts = [state.block_summary(x, U, scale * (W @ q)) for x in X.split(cuts, dim=1)]
     while len(parts) > 1:
         order.shuffle(parts)
         parts.append(state.merge(parts.pop(), parts.pop(), U))

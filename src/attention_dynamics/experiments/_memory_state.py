@@ -41,7 +41,9 @@ class Summary(NamedTuple):
     r: Float[Tensor, "n m d"]
 
 
-def summary(tokens: Float[Tensor, "n T d"], U: Float[Tensor, "m d"], directions: Tensor) -> Summary:
+def block_summary(
+    tokens: Float[Tensor, "n T d"], U: Float[Tensor, "m d"], directions: Tensor
+) -> Summary:
     r"""The summary of one block of tokens; ``directions`` are :math:`\gamma W q`, (m, d) or
     (n, m, d).
     """
@@ -87,7 +89,7 @@ def streamed_summary(
     total = None
     for start in range(0, tokens.shape[1], block):  # split would make all views at once
         part = tokens[:, start : start + block]
-        new = summary(part, U, directions)
+        new = block_summary(part, U, directions)
         total = new if total is None else merge(total, new, U)
     assert total is not None  # there is at least one token
     return total

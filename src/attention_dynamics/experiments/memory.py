@@ -26,6 +26,16 @@ from attention_dynamics.experiments._memory_meter import (
     resident_bytes,
 )
 from attention_dynamics.experiments._memory_methods import METHODS, Method, Problem
+from attention_dynamics.experiments._memory_state import (
+    Summary,
+    block_summary,
+    checkpointed,
+    forward_sensitivities,
+    merge,
+    streamed_step,
+    streamed_summary,
+    streamed_values,
+)
 from attention_dynamics.experiments.estimates import (
     Band,
     Estimate,
@@ -38,6 +48,39 @@ from attention_dynamics.models.activations import get_activation
 from attention_dynamics.models.indrnn import IndRNN
 from attention_dynamics.models.parameters import symmetric_initialisation
 from attention_dynamics.validation import require_one_of
+
+__all__ = [
+    "AGAINST",
+    "BANDS",
+    "COLUMNS",
+    "KERNELS",
+    "KERNEL_BAND",
+    "KERNEL_LENGTHS",
+    "LABELS",
+    "LARGE",
+    "METHODS",
+    "NAME",
+    "PROFILES",
+    "RESIDENT_BAND",
+    "SCHEMA",
+    "Config",
+    "Summary",
+    "block_summary",
+    "checkpointed",
+    "computation",
+    "estimate",
+    "forward_sensitivities",
+    "merge",
+    "of",
+    "peak_bytes",
+    "problem_of",
+    "resident",
+    "run",
+    "streamed_step",
+    "streamed_summary",
+    "streamed_values",
+    "summarise",
+]
 
 NAME = "memory"
 SCHEMA = 1
