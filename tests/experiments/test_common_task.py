@@ -98,3 +98,55 @@ def test_an_unknown_model_or_quantity_is_refused(smoke):
         experiment.run(small("transformer"), 0)
     with pytest.raises(ValueError, match="quantity must be"):
         experiment.estimate(smoke, "speed")
+
+
+def test_end_tenth_and_rates_of_a_known_curve():
+    k = torch.arange(1001, dtype=torch.float64)
+    losses = 3.0 * 0.99**k
+    found = experiment._quantities(models.Recorded(losses, None), 1000)
+    assert found["end"] == pytest.approx(1000 * math.log10(0.99))
+    assert found["tenth"] == math.ceil(math.log(0.1) / math.log(0.99))
+    assert found["rate"] == pytest.approx(-math.log(0.99))
+    assert found["loss_64"] == pytest.approx(64 * math.log10(0.99))
+    assert experiment._quantities(models.Recorded(losses[:5], None), 1000)["tenth"] == 1000
+    tangents = models.Tangents(half=500 * 0.02, whole=1000 * 0.005, condition=2.0)
+    found = experiment._quantities(models.Recorded(losses, tangents), 1000)
+    assert found["rate_ratio"] == pytest.approx(0.02 / -math.log(0.99))
+    assert found["start_ratio"] == pytest.approx(0.005 / -math.log(0.99))
+
+
+def test_every_band_is_about_the_model_and_the_place_that_its_name_says():
+    """A made-up value for each model, place and quantity, so that no two can be exchanged."""
+    quantities = ("rate_ratio", "retention", "rate", "end", "tenth")
+    values, rows = {}, []
+    for config in experiment.PROFILES["book"].configs:
+        shape = {
+            "model": config.model,
+            "dimension": config.dimension,
+            "samples": config.samples,
+            "length": config.length,
+        }
+        where = experiment.place_of(pd.DataFrame([shape]))[0]
+        for quantity in quantities:
+            value = 1.0 + len(values) ** 1.5
+            values[config.model, where, quantity] = value
+            rows += [shape | {"quantity": quantity, "seed": s, "value": value} for s in range(2)]
+    frame = pd.DataFrame(rows)
+
+    def log(quantity, over, under):
+        return math.log10(values[(*over, quantity)] / values[(*under, quantity)])
+
+    expected = {
+        "retention_many": values["shallow", "many", "retention"],
+        "residual_helps": values["vanilla", "wide", "end"] - values["residual", "wide", "end"],
+        "aware_speedup": log("tenth", ("regression", "long"), ("aware", "long")),
+        "length_helps": values["aware", "narrow", "end"] - values["aware", "long", "end"],
+    }
+    for model in ("shallow", "encoder", "regression", "residual"):
+        expected[f"rate_ratio_{model}"] = values[model, "wide", "rate_ratio"]
+        expected[f"retention_{model}"] = values[model, "wide", "retention"]
+        expected[f"slower_{model}"] = log("rate", (model, "wide"), (model, "narrow"))
+    expected["rate_ratio_vanilla"] = values["vanilla", "wide", "rate_ratio"]
+    assert set(expected) == set(experiment.BANDS)
+    for quantity, value in expected.items():
+        assert experiment.estimate(frame, quantity).mean == pytest.approx(value), quantity

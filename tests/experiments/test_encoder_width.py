@@ -6,11 +6,16 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
+import torch
 
+from attention_dynamics.experiments import common_models, common_task
 from attention_dynamics.experiments import encoder_width as experiment
+from attention_dynamics.models import wu_encoder
+from attention_dynamics.models.wu_encoder import EncoderParameters
 from attention_dynamics.running import Experiment
 
 SMALL = experiment.Config(4, 4, largest=8, steps=60, threshold=0.1)
+SMALL_STEP = 0.5  # over the largest eigenvalue of the Hessian of the tangent
 
 
 def test_the_module_has_the_shape_of_an_experiment():
@@ -49,3 +54,35 @@ def test_the_summary_tells_the_two_places_apart():
     assert table.loc["width_narrow", "slope"] == pytest.approx(1)
     assert table.loc["width_narrow", "inside"]
     assert not table.loc["width_wide", "inside"]
+
+
+def test_the_width_is_the_first_whose_own_descent_arrives():
+    """Each width of the grid descended by hand, on gradients by automatic differentiation."""
+    found = []
+    for seed in range(4):
+        arrives = []
+        for width in SMALL.widths:
+            cell = common_task.Config("encoder", 4, samples=4, width=width, steps=SMALL.steps)
+            start = common_models.build(cell, seed).start
+            tokens, target = common_models.task(cell, seed)
+            y = (tokens[:, -1] @ target.mT)[:, 0]
+
+            def output(*blocks, X=tokens):
+                return wu_encoder.forward(EncoderParameters(*blocks), X, logit_exponent=0.5)
+
+            rows = torch.autograd.functional.jacobian(output, tuple(start))
+            jacobian = torch.cat([block.flatten(1) for block in rows], dim=1)
+            largest = torch.linalg.matrix_norm(jacobian, 2) ** 2
+            blocks, losses = [block.clone().requires_grad_() for block in start], []
+            for _ in range(SMALL.steps + 1):
+                loss = (output(*blocks) - y).square().mean()
+                losses.append(float(loss.detach()))
+                slopes = torch.autograd.grad(loss, blocks)
+                with torch.no_grad():
+                    for block, slope in zip(blocks, slopes, strict=True):
+                        block -= SMALL_STEP * 4 / (2 * largest) * slope
+            arrives.append(largest > 0 and min(losses) <= SMALL.threshold * losses[0])
+        first = next((w for w, done in zip(SMALL.widths, arrives, strict=True) if done), 16)
+        assert experiment.run(SMALL, seed)["value"][0] == first
+        found.append(first)
+    assert len(set(found)) > 1

@@ -5,9 +5,10 @@ cell tries the ``widths`` from the smallest on and reports the first at which de
 :math:`L_k/L_0` to ``threshold`` within ``steps``, or twice the last one. Two places: d = 4, below
 most n, and d = n.
 
-What theory says is sufficient: width quadratic in n, so that at d = n the measured exponent is at
-most 2. Below d = n it promises nothing, but fewer dimensions take more neurons. Bands were fixed
-before any run at the profile ``book``.
+A width quadratic in n is said to suffice, which at d = n suggests an exponent of at most 2. It
+proves none, since no theorem speaks of this step size and number of steps. Below d = n nothing is
+promised, but fewer dimensions take more neurons. Bands were fixed before any run at the profile
+``book``.
 """
 
 from __future__ import annotations
