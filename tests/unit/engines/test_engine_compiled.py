@@ -57,16 +57,16 @@ def _results(engine, inputs, phi, tangent, y):
     )
 
 
-def test_a_sweep_of_widths_is_compiled_whatever_the_limit(monkeypatch, compiled):
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
-    widths = (3, 5, 7)
-    before = counters["stats"]["unique_graphs"]
-    for heads in widths:
-        inputs, phi, _ = _problem(heads, "fixed")
-        for _ in range(2):
-            scores = compiled.scores(inputs, phi.U, phi.W, 1.0)
-        expected = Reference().scores(inputs, phi.U, phi.W, 1.0)
-        torch.testing.assert_close(scores, expected, rtol=1e-12, atol=1e-14)
-    if isinstance(compiled, Compiled):
-        assert counters["stats"]["unique_graphs"] - before == len(widths)
+def test_a_sweep_of_widths_is_compiled_whatever_the_limit(compiled):
+    # torch's own way to set them: undone by monkeypatch, they would be gone for good
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        widths = (3, 5, 7)
+        before = counters["stats"]["unique_graphs"]
+        for heads in widths:
+            inputs, phi, _ = _problem(heads, "fixed")
+            for _ in range(2):
+                scores = compiled.scores(inputs, phi.U, phi.W, 1.0)
+            expected = Reference().scores(inputs, phi.U, phi.W, 1.0)
+            torch.testing.assert_close(scores, expected, rtol=1e-12, atol=1e-14)
+        if isinstance(compiled, Compiled):
+            assert counters["stats"]["unique_graphs"] - before == len(widths)
