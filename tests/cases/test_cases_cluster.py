@@ -19,7 +19,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "running"))
 import lethal_experiment as lethal
 import toy_experiment as toy
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="workers are killed by a signal")
+pytestmark = [
+    pytest.mark.xdist_group("cluster"),
+    pytest.mark.skipif(os.name != "posix", reason="workers are killed by a signal"),
+]
 CONFIGS = tuple(toy.Config(size, delay=0.03) for size in range(2, 10))
 
 

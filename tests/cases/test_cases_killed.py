@@ -16,7 +16,10 @@ import pytest
 from attention_dynamics.running import read_results
 
 NURSERY = Path(__file__).with_name("sweep_nursery.py")
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the nursery forks")
+pytestmark = [
+    pytest.mark.xdist_group("killed"),
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="the nursery forks"),
+]
 
 
 class Nursery:

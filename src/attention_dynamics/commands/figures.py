@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -31,12 +32,15 @@ def draw(
         plot_scaling(axes, points, against=against, xlabel=against, title=title)
     else:
         drawn = draw_bands(verdicts(summary), title)
-    if path.suffix == ".svg":
-        return save_svg(drawn, path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context(SETTINGS):
-        drawn.savefig(path, dpi=150, bbox_inches="tight")
-    return path
+    try:
+        if path.suffix == ".svg":
+            return save_svg(drawn, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with mpl.rc_context(SETTINGS):
+            drawn.savefig(path, dpi=150, bbox_inches="tight")
+        return path
+    finally:
+        plt.close(drawn)
 
 
 def curves(experiment: Any, frame: pd.DataFrame) -> list[str]:

@@ -32,6 +32,8 @@ from attention_dynamics.running.manifest import cell_facts
 Result = tuple[pd.DataFrame, dict[str, Any]]
 Keep = Callable[[Cell, Result], None]
 
+_THREADS: list[int] = []  # in a worker of a pool: what torch is set to once an experiment loads it
+
 
 class CellFailed(RuntimeError):
     """A cell raised; the message names it, the cause is the error itself."""
@@ -76,7 +78,7 @@ def dask_executor(
             # pickles to the disk before.
             cluster = LocalCluster(
                 n_workers=workers, threads_per_worker=1, processes=True, memory_limit=0,
-                dashboard_address=None, silence_logs=50,
+                dashboard_address="127.0.0.1:0", silence_logs=50,
             )  # fmt: skip
             where = stack.enter_context(cluster)
         yield stack.enter_context(Client(where, timeout=timeout)).get_executor()
@@ -84,6 +86,9 @@ def dask_executor(
 
 def run_cell(run: Callable[..., pd.DataFrame], config: Any, seed: int, device: str) -> Result:
     """Compute one cell, in whatever process this is."""
+    torch = sys.modules.get("torch")
+    if _THREADS and torch is not None and torch.get_num_threads() != _THREADS[0]:
+        torch.set_num_threads(_THREADS[0])
     started = time.perf_counter()
     rows = run(config, seed, device)
     return rows, cell_facts(device, time.perf_counter() - started)
@@ -250,8 +255,5 @@ def _is_loss(error: BaseException) -> bool:
 
 def _start_worker(threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that sweeps
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[name] = str(threads)  # read when torch is loaded, with the first cell
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    _THREADS[:] = [threads]

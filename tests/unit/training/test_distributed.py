@@ -26,6 +26,8 @@ from attention_dynamics.training.distributed import (
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 COMMAND = ("-m", "attention_dynamics.training.distributed", "--device", "cpu")
 
+pytestmark = pytest.mark.xdist_group("torchrun")
+
 
 def torchrun(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
