@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
@@ -25,7 +26,9 @@ def add(commands: Any) -> None:
     add_result(run)
     add_device(run)
     run.add_argument(
-        "--workers", type=int, default=1, help="processes with one thread each (default 1)"
+        "--workers",
+        type=int,
+        help="processes with one thread each (default 1; with dask as many as there are cores)",
     )
     run.add_argument(
         "--executor",
@@ -76,8 +79,11 @@ def run_sweep(options: argparse.Namespace) -> int:
     """Run or finish a sweep; workers that die are replaced."""
     experiment = experiments.get(options.experiment)
     profile = options.profile or "smoke"
-    if options.workers < 1:
-        raise ValueError(f"workers must be at least 1, got {options.workers}")
+    workers = options.workers
+    if workers is None:
+        workers = 1 if options.executor == "pool" else os.cpu_count() or 1
+    if workers < 1:
+        raise ValueError(f"workers must be at least 1, got {workers}")
     if profile not in experiment.PROFILES:
         raise ValueError(
             f"profile must be one of {', '.join(experiment.PROFILES)}; got {profile!r}"
@@ -88,9 +94,9 @@ def run_sweep(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         executor: Executor | Callable[[], Executor] | None = None
         if options.executor != "pool":
-            executor = stack.enter_context(dask_executor(options.executor, options.workers))
-        elif options.workers > 1:
-            executor = partial(process_pool, options.workers)
+            executor = stack.enter_context(dask_executor(options.executor, workers))
+        elif workers > 1:
+            executor = partial(process_pool, workers)
         sweep(
             experiment, profile, seeds=options.seeds, directory=directory, executor=executor,
             device=device, progress=True,

@@ -27,6 +27,7 @@ from typing import Any
 import pandas as pd
 
 from attention_dynamics.experiments.shape import Cell, Experiment
+from attention_dynamics.running.device import prepare_device
 from attention_dynamics.running.manifest import cell_facts
 
 Result = tuple[pd.DataFrame, dict[str, Any]]
@@ -86,6 +87,7 @@ def dask_executor(
 
 def run_cell(run: Callable[..., pd.DataFrame], config: Any, seed: int, device: str) -> Result:
     """Compute one cell, in whatever process this is."""
+    prepare_device(device)
     torch = sys.modules.get("torch")
     if _THREADS and torch is not None and torch.get_num_threads() != _THREADS[0]:
         torch.set_num_threads(_THREADS[0])
