@@ -48,9 +48,7 @@ SCHEMA = 1
 Axis = Literal["width", "step", "length", "samples"]
 Regime = Literal["kernel", "rich"]
 #: The column that varies along each axis.
-AGAINST: dict[str, str] = {
-    "width": "heads", "step": "step_size", "length": "length", "samples": "samples",
-}  # fmt: skip
+ALONG = {"width": "heads", "step": "step_size", "length": "length", "samples": "samples"}
 REGIMES: tuple[Regime, ...] = ("kernel", "rich")
 
 
@@ -226,9 +224,8 @@ def summarise(frame: pd.DataFrame) -> pd.DataFrame:
 
 def rows_on(frame: pd.DataFrame, axis: str, regime: str, teacher: str = "sharp") -> pd.DataFrame:
     """The rows of one axis, regime and teacher."""
-    return frame[
-        (frame["axis"] == axis) & (frame["regime"] == regime) & (frame["teacher"] == teacher)
-    ]
+    kept = (frame["axis"] == axis) & (frame["regime"] == regime) & (frame["teacher"] == teacher)
+    return frame[kept]
 
 
 def estimate(frame: pd.DataFrame, name: str, confidence: float = 0.95) -> Estimate:
@@ -241,7 +238,7 @@ def estimate(frame: pd.DataFrame, name: str, confidence: float = 0.95) -> Estima
     """
     regime, axis, quantity = name.split("_", 2)
     require_one_of("name", regime, REGIMES)
-    require_one_of("name", axis, tuple(AGAINST))
+    require_one_of("name", axis, tuple(ALONG))
     rows = rows_on(frame, axis, regime)
     if quantity == "gap":
         return t_interval(select(rows, "gap").groupby("seed")["value"].mean(), confidence)
@@ -250,14 +247,14 @@ def estimate(frame: pd.DataFrame, name: str, confidence: float = 0.95) -> Estima
         return t_interval(select(last, quantity)["value"], confidence)
     if quantity == "union":
         largest, rms = (
-            slopes_by_seed(rows, f"deviation_{kind}", AGAINST[axis]) for kind in ("sup", "rms")
+            slopes_by_seed(rows, f"deviation_{kind}", ALONG[axis]) for kind in ("sup", "rms")
         )
         return t_interval(2 * (largest - rms), confidence)
     if axis == "step":
         rows = rows[rows["step_size"] <= _BELOW_EDGE]
     if quantity.endswith("_late"):
         quantity, rows = quantity.removesuffix("_late"), _late(rows)
-    return t_interval(slopes_by_seed(rows, quantity, AGAINST[axis]), confidence)
+    return t_interval(slopes_by_seed(rows, quantity, ALONG[axis]), confidence)
 
 
 def _late(rows: pd.DataFrame) -> pd.DataFrame:
@@ -280,17 +277,19 @@ def held_ratio(frame: pd.DataFrame, teacher: str) -> pd.DataFrame:
 
 
 def _require(config: Config) -> None:
-    require_one_of("axis", config.axis, tuple(AGAINST))
+    require_one_of("axis", config.axis, tuple(ALONG))
     require_one_of("regime", config.regime, REGIMES)
     for name in ("strength", "step_size", "time", "value_norm", "logit_norm"):
         require_number(name, getattr(config, name), positive=True)
     for name in ("samples", "held", "probe"):
         require_integer(name, getattr(config, name), minimum=2)
-    if config.steps < 1 or config.probe > config.held:
-        raise ValueError(
-            f"time, probe: expected time >= step_size and probe <= held, got time={config.time}, "
-            f"step_size={config.step_size}, probe={config.probe}, held={config.held}"
-        )
+    if config.steps < 1:
+        raise ValueError(f"time: expected at least step_size={config.step_size}, got {config.time}")
+    for name in ("probe", "samples") if config.axis == "samples" else ("probe",):
+        if getattr(config, name) > config.held:
+            raise ValueError(
+                f"{name}: expected at most held = {config.held}, got {getattr(config, name)}"
+            )
 
 
 def _initial(config: Config, seed: int, role: str, device: str) -> Parameters:
