@@ -124,6 +124,16 @@ def test_errors_and_field_are_those_of_all_samples_at_once(samples):
     assert found.common_share(samples) == pytest.approx(share, rel=1e-3)
 
 
+def test_a_part_of_the_list_of_samples_is_that_part():
+    setting = sample_size._setting(SMALL)
+    whole = _sample_field.sample_tokens(setting, 0, "cpu", 0, 400)
+    for start, stop in ((0, 5), (100, 300), (128, 256), (300, 301)):
+        part = _sample_field.sample_tokens(setting, 0, "cpu", start, stop)
+        assert torch.equal(part, whole[start:stop])
+    held = _sample_field.sample_tokens(setting, 0, "cpu", 0, 400, role="held")
+    assert not torch.isclose(held, whole).any(dim=-1).any()
+
+
 def test_the_rows_are_what_the_docstring_says():
     config = replace(SMALL, steps=0)
     rows = sample_size.run(config, 2)

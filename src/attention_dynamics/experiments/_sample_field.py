@@ -49,7 +49,7 @@ class FieldSetting:
 
 
 class Problem(NamedTuple):
-    r"""What all samples of a seed share; ``scale`` is :math:`\sigma`."""
+    r"""What all samples of a seed share; ``scale`` is :math:`\varsigma`."""
 
     query: Float[Tensor, " d"]
     transport: MultiAnchorTransport

@@ -9,7 +9,7 @@ For each case, n and seed, with tokens, teacher and heads shared by all n of a s
    without a fit: :math:`G(X) = M^{-1/2} \sum_{i \le M} \xi_i (z_i(X) - \bar z(X))`;
 4. for some n, the loss that projected descent reaches.
 
-Errors are in units of :math:`\sigma`, the root mean square over inputs of the standard deviation
+Errors are in units of :math:`\varsigma`, the root mean square over inputs of the standard deviation
 of z. The bands come from theory and were fixed before any run of the book profile.
 """
 
@@ -69,7 +69,7 @@ class Config:
 
     ``heads`` (m) is the width that is trained and of the standardised curves; widths go up to
     ``most_heads``, with ``replicas`` networks there and twice as many at each half. The
-    tolerances are in units of :math:`\sigma`. ``steps`` = 0 trains nothing; ``step_scale`` is
+    tolerances are in units of :math:`\varsigma`. ``steps`` = 0 trains nothing; ``step_scale`` is
     :math:`\eta\sqrt\tau`.
     """
 
