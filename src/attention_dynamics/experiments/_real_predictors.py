@@ -34,9 +34,11 @@ def descent_coefficients(
     values, vectors = torch.linalg.eigh(kernel.double())
     pace = 2 * step_size / len(targets)
     decay = pace * values.clamp_min(0)
-    tiny = decay < 1e-12
-    share = (1 - (1 - decay) ** steps) / torch.where(tiny, 1.0, decay)
-    weight = pace * torch.where(tiny, float(steps), share)
+    small = decay.clamp_max(0.5)  # 1 - (1 - x)^tau without cancellation
+    done = torch.where(
+        decay < 0.5, -torch.expm1(steps * torch.log1p(-small)), 1 - (1 - decay) ** steps
+    )
+    weight = pace * torch.where(decay > 0, done / decay, float(steps))
     return vectors @ (weight * (vectors.mT @ targets.double()))
 
 

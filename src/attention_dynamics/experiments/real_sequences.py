@@ -48,7 +48,7 @@ from attention_dynamics.experiments.estimates import (
 )
 from attention_dynamics.experiments.shape import columns_of, rows_of
 from attention_dynamics.models import recurrence, shallow
-from attention_dynamics.models.parameters import symmetric_initialisation
+from attention_dynamics.models.parameters import Parameters, symmetric_initialisation
 from attention_dynamics.models.shallow import ShallowTransformer
 from attention_dynamics.training.descent import DescentConfig, projected_gradient_descent
 from attention_dynamics.training.projection import Radii
@@ -68,12 +68,12 @@ class Config:
     """
 
     sequences: Sequences
-    heads: int = 256
+    heads: int = 128
     ball: bool = True
     contrast: bool = True
-    training: int = 1000
+    training: int = 600
     held: int = 500
-    steps: int = 1000
+    steps: int = 600
     fraction: float = 0.25
     projection_radius: float = 10.0
     recurrent_init: str = "1.5"
@@ -108,7 +108,7 @@ _SMOKE = replace(
 PROFILES = {
     "smoke": Profile(_configs(_SMOKE, (2, 4, 8)), seeds=(0, 1, 2)),
     "book": Profile(_configs(_BOOK, (16, 32, 64, 256)), seeds=tuple(range(6))),
-    "paper": Profile(_configs(_PAPER, (16, 64, 256, 1024)), seeds=tuple(range(10))),
+    "paper": Profile(_configs(_PAPER, (32, 128, 512, 2048)), seeds=tuple(range(10))),
 }
 
 _PROVED = "an upper bound is never passed"
@@ -136,9 +136,12 @@ training loss in the ball over that outside of it, the mean of the three data se
 
 
 class Fit(NamedTuple):
-    """Held out predictions of what was trained from one start, and the quantities of the runs."""
+    """Held out predictions of what was trained from one start, the parameters of the Transformer
+    after its last step, and the quantities of the runs.
+    """
 
     held: dict[str, Tensor]
+    final: Parameters
     quantities: dict[str, float]
 
 
@@ -218,7 +221,7 @@ def fit(config: Config, seed: int, device: str = "cpu") -> Fit:
     if config.contrast:
         held["recurrent"], measured = _recurrent(config, task, seed, device)
         quantities |= measured
-    return Fit(held, quantities)
+    return Fit(held, final, quantities)
 
 
 def _recurrent(
