@@ -1,13 +1,14 @@
 r"""Cells computed again with the same seeds, and compared with what is stored.
 
-On the same kind of device (CPU or CUDA) each number agrees within a float32 tolerance,
+Each number agrees within a float32 tolerance,
 
 .. math:: |x - x'| \le 10^{-3} \max(|x|, |x'|) + 10^{-5} \max |x_{\text{table}}|,
 
 the maximum over all rows of its quantity: rounding of 1e-7 is amplified by the steps of a descent.
-Where a number does not, and on another kind of device, the 95 % t-intervals of its quantity over
-the recomputed rows of its configuration have to overlap: an unstable descent amplifies any rounding
-until single runs part. A number of which there is one row alone has no interval, and disagrees.
+Where one does not, the 95 % t-intervals of its quantity over the recomputed rows of its
+configuration have to overlap: on another kind of device (CPU or CUDA) trajectories may part, and an
+unstable descent amplifies any rounding until single runs do. A number of which there is one row
+alone has no interval, and disagrees.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Rerun:
     """How many cells and numbers were compared, how far they are apart, and what disagrees.
 
     ``equal`` numbers are the same bit for bit, ``beyond`` so many lie outside the tolerance,
-    ``largest`` is the largest relative difference. ``same_device`` is False where only intervals
-    count. ``problems`` are quantities whose intervals are apart.
+    ``largest`` is the largest relative difference. ``same_device`` is False for another kind of
+    device than that of the stored cells. ``problems`` are quantities whose intervals are apart.
     """
 
     cells: int
@@ -79,8 +80,7 @@ def rerun(
     apart = (table["old"] - table["new"]).abs()
     size = table[["old", "new"]].abs().max(axis=1)
     beyond = apart > RELATIVE * size + ABSOLUTE * table["quantity"].map(scale)
-    doubtful = table[beyond] if same else table
-    for (config, quantity), _ in doubtful.groupby(["config", "quantity"], sort=False):
+    for (config, quantity), _ in table[beyond].groupby(["config", "quantity"], sort=False):
         rows = table[(table["config"] == config) & (table["quantity"] == quantity)]
         problems += _disjoint(rows, quantity)
     return Rerun(

@@ -126,8 +126,8 @@ def compute_on(
 
     def keep_finished(future: Future[Result]) -> None:
         if future not in kept and not future.cancelled() and future.exception() is None:
-            kept.add(future)
             keep(futures[future], future.result())
+            kept.add(future)
 
     failure: tuple[Cell, BaseException] | None = None
     lost: BaseException | None = None

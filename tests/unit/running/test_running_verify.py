@@ -238,6 +238,7 @@ def test_on_another_device_intervals_over_seeds_of_one_configuration_count(folde
     assert found.problems == ()
     assert len({config for config, _ in calls}) == 1
     assert sorted(seed for _, seed in calls) == [0, 1, 2, 3]
+    assert found.equal == 0
     assert again(folder, cells=1, device="cuda").cells == 2
     assert again(folder, shifted(0.5)[0], cells=4, device="cuda").problems
 

@@ -17,7 +17,12 @@ import pytest
 import toy_experiment as toy
 
 from attention_dynamics.running import CellFailed, Store, WorkersLost, cells_of, process_pool, sweep
-from attention_dynamics.running.workers import compute_on_fresh, dask_executor, stop_now
+from attention_dynamics.running.workers import (
+    compute_on,
+    compute_on_fresh,
+    dask_executor,
+    stop_now,
+)
 
 
 def test_a_broken_pool_keeps_what_finished_and_says_that_the_same_call_resumes(tmp_path):
@@ -91,6 +96,29 @@ def test_a_cell_that_kills_every_worker_keeps_no_other_from_finishing(tmp_path):
     assert sorted(kept) == [0, 2, 3, 4, 5], "from the other end all others finish"
     assert left == [5, 1, 1]
     assert len(made) == 4
+
+
+def test_what_finished_before_ctrl_c_is_kept_even_where_it_was_being_written():
+    class Ready(Executor):
+        def submit(self, function, *arguments, **options):
+            future: Future = Future()
+            if arguments[2] < 4:  # the others wait for ever
+                future.set_result(function(*arguments, **options))
+            waiting.append(future)
+            return future
+
+    waiting, kept, calls = [], [], []
+
+    def keep(cell, result):
+        calls.append(cell)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        kept.append(cell.seed)
+
+    with pytest.raises(KeyboardInterrupt):
+        compute_on(Ready(), toy, cells_of(toy, [toy.Config(8)], range(6)), "cpu", keep)
+    assert sorted(kept) == [0, 1, 2, 3]
+    assert all(future.cancelled() for future in waiting[4:])
 
 
 def test_an_executor_that_drops_cells_without_an_error_is_not_believed():
