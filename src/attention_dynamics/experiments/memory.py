@@ -108,7 +108,7 @@ class Config:
 
 COLUMNS = columns_of(Config)
 LABELS = (*(name for name, method in METHODS.items() if method.counted), "streaming_last")
-"""What is compared: a method, with ``_last`` where the last token asks."""
+"""The methods that are compared, with ``_last`` where the last token asks."""
 
 
 def _configs(
@@ -132,7 +132,7 @@ PROFILES = {
     "book": Profile(_configs(_BOOK, _LENGTHS[:-1], (2**8, 2**10, 2**12)), seeds=(0, 1)),
     "paper": Profile(_configs(_PAPER, _LENGTHS, _LENGTHS), seeds=(0, 1)),
 }
-"""Two seeds, since a count should not depend on the numbers: the interval then has no width."""
+"""Two seeds tell that a count does not depend on the numbers, and its interval then has no width."""
 
 _ALL = "arrays of n m T numbers are kept for the way back, or for the softmax"
 _STATE = "a state of fixed size, and blocks of fixed size"
