@@ -216,11 +216,11 @@ def test_a_prefix_has_the_certificate_of_the_shorter_run(name):
     instance, run = recorded(descent_name=name)
     prefixes = descent.prefix_certificates(run)
     assert len(prefixes) == run.steps
-    assert prefixes[-1] == pytest.approx((run.average_loss, run.certificate().average))
+    assert prefixes[-1] == pytest.approx((run.average_loss, run.certificate().average, run.epsilon))
     kind = certificates.Config("fixed", "tanh", "noisy", name)
     for steps in (1, 4):
         shorter = certificates.trajectory(instance._replace(steps=steps), kind, 3)
-        expected = (shorter.average_loss, shorter.certificate().average)
+        expected = (shorter.average_loss, shorter.certificate().average, shorter.epsilon)
         assert prefixes[steps - 1] == pytest.approx(expected)
 
 
@@ -230,7 +230,9 @@ def test_without_decay_it_is_the_trajectory_certificate():
         instance.model, instance.tokens, instance.targets, instance.comparison,
         step_size=instance.step_size, steps=instance.steps, decay=0.0,
     )  # fmt: skip
-    assert found == pytest.approx((run.average_loss, run.certificate().average), rel=1e-9)
+    assert found == pytest.approx(
+        (run.average_loss, run.certificate().average, run.epsilon), rel=1e-9
+    )
 
 
 @settings(max_examples=12, deadline=None)
@@ -263,6 +265,7 @@ def test_the_certificate_of_a_decayed_run_is_a_bound(seed, t, near):
     head_start = 2 * (w @ along) / w.sum()
     x = (epsilon + math.sqrt(epsilon**2 + head_start)) / 2
     assert found.loss == pytest.approx(mean, rel=1e-9)
+    assert found.epsilon == pytest.approx(epsilon)
     assert found.bound == pytest.approx(x**2, rel=1e-7)
     assert found.bound >= found.loss * (1 - 1e-9)
 

@@ -80,7 +80,8 @@ def certificate(config: Config, seed: int, device: str) -> dict[str, float]:
             found[f"{name}_ratio_{query}"] = bound.average / run.average_loss
             found[f"{name}_epsilon_{query}"] = run.epsilon
         found[f"stopped_ratio_{query}"] = min(some.bound / some.loss for some in prefixes)
-        found[f"decay_loss_{query}"], found[f"decay_bound_{query}"] = spring
+        found[f"decay_loss_{query}"], found[f"decay_bound_{query}"] = spring[:2]
+        found[f"decay_epsilon_{query}"] = spring.epsilon
         found[f"decay_ratio_{query}"] = spring.bound / spring.loss
     return found
 

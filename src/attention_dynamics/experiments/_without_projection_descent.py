@@ -117,10 +117,14 @@ def descend(
 
 
 class Certified(NamedTuple):
-    """A loss that was reached, and its upper bound; both are weighted means over the steps."""
+    r"""A loss that was reached, its upper bound, and the :math:`\epsilon` in the bound.
+
+    The loss and :math:`\epsilon^2` are means over the steps, weighted under decay.
+    """
 
     loss: float
     bound: float
+    epsilon: float
 
 
 def prefix_certificates(run: Trajectory) -> list[Certified]:
@@ -137,7 +141,8 @@ def prefix_certificates(run: Trajectory) -> list[Certified]:
     losses = history["loss"].cumsum().to_numpy() / count
     epsilon = np.sqrt(history["epsilon"].pow(2).cumsum().to_numpy() / count)
     root = (epsilon + np.sqrt(np.maximum(0.0, epsilon**2 + budget / (eta * count)))) / 2
-    return [Certified(float(a), float(b)) for a, b in zip(losses, root**2, strict=True)]
+    rows = zip(losses.tolist(), (root**2).tolist(), epsilon.tolist(), strict=True)
+    return [Certified(*row) for row in rows]
 
 
 def decayed_certificate(
@@ -195,7 +200,7 @@ def decayed_certificate(
     )  # fmt: skip
     mean = epsilon / tau
     root = (math.sqrt(mean) + math.sqrt(max(0.0, mean + budget / (step_size * tau)))) / 2
-    return Certified(loss / tau, root**2)
+    return Certified(loss / tau, root**2, math.sqrt(mean))
 
 
 def equal_radii(radius: float) -> Radii:

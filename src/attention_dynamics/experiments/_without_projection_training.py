@@ -71,6 +71,7 @@ def radius(config: Config, seed: int, device: str) -> dict[str, float]:
         "loss_ratio": run.loss[-1] / plain.loss[-1],
         "held": held[-1] / shared.variance,
         "held_ratio": held[-1] / plain_held[-1],
+        "norm": run.norm[-1],
         "norm_ratio": run.norm[-1] / plain.norm[-1],
         "path_ratio": _path_ratio(config, shared),
     }
