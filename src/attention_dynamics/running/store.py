@@ -189,8 +189,8 @@ def read_results(directory: str | Path, experiment: Experiment | None = None) ->
     cells of a named profile have to be those of the source too, so that no number comes from a
     smaller profile than its name says.
 
-    Raises FileNotFoundError if the sweep has not finished; :class:`ForeignResults` if table,
-    manifest and source do not belong together, saying in what they differ.
+    Raises FileNotFoundError if the sweep has not finished; ForeignResults if table, manifest and
+    source do not belong together, saying in what they differ.
     """
     folder = Path(directory)
     for _ in range(3):  # between the two files another process may publish

@@ -58,7 +58,8 @@ def sweep(
         Where finished cells are kept, one directory a sweep; None keeps everything in memory. The
         same call again computes only what is missing. Several processes may share it.
     executor
-        Any :class:`concurrent.futures.Executor`: :func:`process_pool`, or ``dask.distributed``'s
+        Any :class:`concurrent.futures.Executor`: that of
+        :func:`~attention_dynamics.running.workers.process_pool`, or ``dask.distributed``'s
         ``Client.get_executor()``. None computes in this process. A function that makes one, such
         as ``functools.partial(process_pool, 4)``, is asked for another whenever workers died, and
         the sweep goes on. Cells are written by this process.
