@@ -57,11 +57,11 @@ Rule = Literal["root", "constant", "edge", "untrained"]
 class Config:
     r"""Sizes of one cell; only ``rule`` has no default.
 
-    The numbers of steps :math:`\tau` are ``longest`` over powers of ``spacing``, ``counts`` of
-    them (the rules ``edge`` and ``untrained`` read none of the three). ``step_scale`` is
-    :math:`\eta\sqrt\tau` of the rule ``root``, ``step_size`` the :math:`\eta` of ``constant``.
+    The numbers of steps :math:`\tau` are ``longest`` over powers of ``spacing``, ``counts`` of them
+    (not read by ``edge`` and ``untrained``). ``step_scale`` is :math:`\eta\sqrt\tau` of the rule
+    ``root``, ``step_size`` the :math:`\eta` of ``constant``.
     ``edge_steps`` are watched for an increase, at ``edge_halvings`` step sizes. The last
-    ``validation_fraction`` of the samples is held out, as in the experiment ``width``.
+    ``validation_fraction`` of the samples is held out, as in ``width``.
     """
 
     rule: Rule
@@ -209,15 +209,15 @@ def time_ratios(frame: pd.DataFrame) -> pd.Series:
         rows = rows.assign(time=(eta * rows[AGAINST]).round(9))
         losses.append(np.log(rows.set_index(["time", "seed"])["value"]))
     ratios = (losses[0] - losses[1]).dropna()
-    if ratios.empty:
-        raise ValueError("frame: the two rules have no time step_size * steps in common")
-    return ratios
+    if not ratios.empty:
+        return ratios
+    raise ValueError("frame: the two rules have no time step_size * steps in common")
 
 
 def _losses(config: Config, seed: int, device: str) -> dict[int, dict[str, float]]:
     given, initial = problem(config, seed, device)
     linear, variance = tangent_of(config, seed, device), _variance(given)
-    objective, region = _training(config, given, initial)
+    objective, region = descent_problem(config, given, initial)
     numbers = config.numbers_of_steps
     if config.rule == "root":
         found = [descend(objective, region, config.eta(k), [k])[0] for k in numbers]
@@ -248,7 +248,7 @@ def _edge(config: Config, seed: int, device: str) -> dict[int, dict[str, float]]
     given, initial = problem(config, seed, device)
     unit = 1 / float(tangent_of(config, seed, device).rates.max())
     watched = config.edge_steps, config.edge_halvings
-    found = edge(*_training(config, given, initial), unit, *watched)
+    found = edge(*descent_problem(config, given, initial), unit, *watched)
     return {0: {"edge": found, "edge_step_size": found * unit}}
 
 
@@ -288,7 +288,7 @@ def _tangent(config: Config, seed: int, device: str) -> Tangent:
     return tangent(*problem(config, seed, device), config.activation)
 
 
-def _training(
+def descent_problem(
     config: Config, given: TeacherProblem, initial: Parameters
 ) -> tuple[Objective, ProjectionSet]:
     model = ShallowTransformer(initial, query=given.query, activation=config.activation)
