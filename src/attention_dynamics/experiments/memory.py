@@ -132,7 +132,7 @@ PROFILES = {
     "book": Profile(_configs(_BOOK, _LENGTHS[:-1], (2**8, 2**10, 2**12)), seeds=(0, 1)),
     "paper": Profile(_configs(_PAPER, _LENGTHS, _LENGTHS), seeds=(0, 1)),
 }
-"""Two seeds tell that a count does not depend on the numbers, and its interval then has no width."""
+"""Two seeds tell that a count does not depend on the numbers; its interval has no width then."""
 
 _ALL = "arrays of n m T numbers are kept for the way back, or for the softmax"
 _STATE = "a state of fixed size, and blocks of fixed size"
