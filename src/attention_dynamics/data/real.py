@@ -244,4 +244,4 @@ def _outside(*tokens: Tensor) -> float:
 
 def _literal(name: str) -> Sequences:
     [found] = [known for known in get_args(Sequences) if known == name]
-    return found  # type: ignore[no-any-return]
+    return found
