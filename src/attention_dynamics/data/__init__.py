@@ -2,14 +2,11 @@ r"""Random streams, tokens in the unit ball, windows of an autoregressive series
 
 from attention_dynamics.data.autoregressive import (
     Forecasting,
-    Windows,
     autoregressive_series,
     autoregressive_task,
     forecasting_task,
     position_features,
-    split_windows,
     stationary_variance,
-    targets_seen,
 )
 from attention_dynamics.data.real import (
     DigitImages,
@@ -28,6 +25,7 @@ from attention_dynamics.data.tokens import (
     rescale_tokens,
     unit_ball_tokens,
 )
+from attention_dynamics.data.windows import Windows, split_windows, targets_seen
 
 __all__ = [
     "DigitImages",

@@ -23,13 +23,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from attention_dynamics.data.autoregressive import (
-    Windows,
     forecasting_task,
     position_features,
-    split_windows,
 )
 from attention_dynamics.data.streams import generator as named_generator
 from attention_dynamics.data.tokens import rescale_tokens
+from attention_dynamics.data.windows import Windows, split_windows
 from attention_dynamics.validation import require_integer, require_one_of
 
 Sequences = Literal["digits", "co2", "sunspots"]

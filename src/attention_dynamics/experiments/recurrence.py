@@ -24,7 +24,7 @@ from attention_dynamics.data import (
     generator,
     targets_seen,
 )
-from attention_dynamics.data.autoregressive import Split
+from attention_dynamics.data.windows import Split
 from attention_dynamics.experiments._recurrence_cells import (
     Trained,
     baseline_errors,
