@@ -2,7 +2,7 @@ r"""Train one large student on several ranks: what torchrun starts.
 
 ::
 
-    torchrun --nproc-per-node 2 -m attention_dynamics.training.distributed --heads 1024
+    torchrun --nproc-per-node 2 -m attention_dynamics.commands.distributed --heads 1024
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "RANK" not in os.environ:
         print(
             "no ranks: start this with torchrun --nproc-per-node 2 -m "
-            "attention_dynamics.training.distributed",
+            "attention_dynamics.commands.distributed",
             file=sys.stderr,
         )
         return 2
@@ -104,7 +104,7 @@ def _report(options: argparse.Namespace, result: DistributedResult, seconds: flo
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="torchrun --nproc-per-node RANKS -m attention_dynamics.training.distributed",
+        prog="torchrun --nproc-per-node RANKS -m attention_dynamics.commands.distributed",
         description="Train one large shallow Transformer, its heads split over the ranks.",
     )
     for name, default, meaning in (
@@ -124,3 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--losses", type=Path, help="write the losses into this CSV file")
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,7 +9,7 @@ Rank r of R holds m/R heads, pairs kept together. With its own sum
 so the n predictions are all that is exchanged; gradient, step and projection of a head stay where
 the head is. Every rank holds all samples. From a shell::
 
-    torchrun --nproc-per-node 2 -m attention_dynamics.training.distributed --heads 1024
+    torchrun --nproc-per-node 2 -m attention_dynamics.commands.distributed --heads 1024
 
 trains a student of 1024 heads on a small teacher, on CPUs with gloo, on GPUs with nccl (one rank a
 GPU); ``--help`` lists the sizes. From Python, in a script that torchrun starts::
@@ -24,7 +24,6 @@ GPU); ``--help`` lists the sizes. From Python, in a script that torchrun starts:
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -43,7 +42,7 @@ from attention_dynamics.training.tracking import KeptIterates
 from attention_dynamics.training.update import update_for
 from attention_dynamics.validation import require_integer
 
-_START = "torchrun --nproc-per-node 2 -m attention_dynamics.training.distributed"
+_START = "torchrun --nproc-per-node 2 -m attention_dynamics.commands.distributed"
 _LOOK_EVERY = 64  # steps between two looks at the losses on an accelerator
 
 Group = dist.ProcessGroup | None
@@ -229,9 +228,3 @@ def _require_finite(losses: Sequence[Tensor], step: int, eta: float) -> None:
                 f"loss: {loss} at step {step - back} with step_size = {eta:.4g}; the descent "
                 "diverged: reduce step_size, or bound the parameters with radii"
             )
-
-
-if __name__ == "__main__":
-    from attention_dynamics.commands.distributed import main
-
-    sys.exit(main())

@@ -24,7 +24,7 @@ from attention_dynamics.training.distributed import (
 )
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-COMMAND = ("-m", "attention_dynamics.training.distributed", "--device", "cpu")
+COMMAND = ("-m", "attention_dynamics.commands.distributed", "--device", "cpu")
 
 pytestmark = pytest.mark.xdist_group("torchrun")
 
