@@ -7,7 +7,8 @@ The library under the book. Subpackages, from the ground up:
 ``theory``        transportation maps, linearisation, explicit constants and bounds
 ``training``      projection sets and projected gradient descent
 ``experiments``   one module an experiment, all of one shape
-``running``       resumable sweeps and their store
+``running``       resumable sweeps, their store, and what verifies it
+``commands``      what is behind the words of the command line
 ``verification``  machine checks of every numbered statement in the book
 """
 
