@@ -402,3 +402,110 @@ def test_worst_cases_are_what_is_reported():
     frame.loc[frame["seed"] == 2, "value"] = [0.0, 10.0]  # nothing covered: no ratio
     least = without_projection.estimate(frame, "covered_least")
     assert least.mean == least.lower == pytest.approx(1.05)
+
+
+def test_patience_counts_the_look_at_its_end():
+    losses, looks = np.array([3.0, 4.0, 2.0, 5.0, 1.0]), 10 * np.arange(5)
+    assert training.stopping(losses, looks, 20) == 4
+    assert training.stopping(losses, looks, 19) == 0
+    assert training.stopping(losses[2:], looks[2:], 10) == 0
+
+
+def ends(config, shared, **options):
+    """Loss and norm at the end of a run, by the library's own descent where it has one."""
+    run = descent.descend(shared.objective, shared.start, config.step_size, config.steps, **options)
+    return run.loss[-1], run.norm[-1], run.farthest[-1].max()
+
+
+def test_decay_is_compared_with_balls_and_the_stopped_run_of_its_own_distance():
+    config = CONFIGS["decay"]
+    rows, shared = without_projection.run(config, 9), training._trained(config, 9, "cpu")
+    loss, norm, farthest = ends(config, shared, decay=config.strength)
+    assert value(rows, "loss") == pytest.approx(loss / shared.variance)
+    assert value(rows, "farthest") == pytest.approx(farthest)
+    ball = ends(config, shared, radii=descent.equal_radii(farthest))[0]
+    assert value(rows, "over_ball_farthest") == pytest.approx(loss / ball)
+    low, high = 0.1 * farthest, farthest
+    for _ in range(40):  # bisection for the ball of equal norm
+        middle = (low + high) / 2
+        same, reached, _ = ends(config, shared, radii=descent.equal_radii(middle))
+        low, high = (middle, high) if reached < norm else (low, middle)
+    assert reached == pytest.approx(norm, rel=1e-5)
+    assert value(rows, "over_ball_norm") == pytest.approx(loss / same, rel=2e-3)
+    k = int(np.flatnonzero(shared.plain.norm >= norm)[0])
+    before, after = shared.plain.loss[k - 1], shared.plain.loss[k]
+    assert after <= value(rows, "stopped_over_decay") * loss <= before
+
+
+def test_a_radius_is_measured_in_units_of_the_plain_distance():
+    config = replace(CONFIGS["radius"], strength=0.3)
+    rows, shared = without_projection.run(config, 9), training._trained(config, 9, "cpu")
+    plain = projected_gradient_descent(
+        *model_and_data(shared), DescentConfig(config.steps, step_size=config.step_size)
+    )
+    reach = float(plain.history[[f"distance_{b}" for b in "cUW"]].to_numpy().max())
+    assert value(rows, "radius") == pytest.approx(0.3 * reach, rel=1e-5)
+    radii = descent.equal_radii(value(rows, "radius"))
+    ball = projected_gradient_descent(
+        *model_and_data(shared),
+        DescentConfig(config.steps, step_size=config.step_size, radii=radii),
+    ).history
+    ratio = ball["loss"].iloc[-1] / plain.history["loss"].iloc[-1]
+    assert value(rows, "loss_ratio") == pytest.approx(ratio, rel=1e-5)
+    active = ball[[f"active_{b}" for b in "cUW"]].sum(axis=1)
+    assert value(rows, "first_action") == int(np.flatnonzero(active)[0])
+    assert value(rows, "active_share") == active.iloc[-1] / (3 * config.heads)
+    path = config.step_size * np.sqrt(plain.history["loss"].iloc[:-1]).sum()
+    far_c = plain.history["distance_c"].max()
+    assert far_c / (2 * path) <= value(rows, "path_ratio") * (1 + 1e-6) <= 1
+
+
+def model_and_data(shared):
+    inputs = shared.objective.inputs
+    model = ShallowTransformer(shared.start, query=inputs.query)
+    return model, inputs.tokens, shared.objective.targets
+
+
+def test_noise_is_added_to_labels_and_validation_and_the_tests_stay_clean():
+    noisy, clean = CONFIGS["noise"], replace(CONFIGS["noise"], noise=0.0)
+    one, two = (training._trained(config, 9, "cpu") for config in (noisy, clean))
+    stream = generator(9, "without_projection", "noise")
+    for a, b in ((one.objective, two.objective), (one.held[0], two.held[0])):
+        drawn = torch.randn(len(a.targets), generator=stream)
+        expected = noisy.noise * math.sqrt(two.variance) * drawn
+        torch.testing.assert_close(a.targets - b.targets, expected, rtol=1e-3, atol=1e-6)
+    assert torch.equal(one.held[1].targets, two.held[1].targets)
+    assert len(one.held[1].targets) == noisy.tests
+    assert one.variance == two.variance
+    assert one.variance == pytest.approx(float(two.objective.targets.var(correction=0)))
+
+
+def test_the_regulariser_is_chosen_on_validation_and_judged_on_tests():
+    config = CONFIGS["noise"]
+    rows, shared = without_projection.run(config, 9), training._trained(config, 9, "cpu")
+
+    def held(**options):
+        final = descent.descend(
+            shared.objective, shared.start, config.step_size, config.steps, **options
+        ).final
+        return [float(some.loss(final)) for some in shared.held]
+
+    reach = shared.plain.distance[-1]
+    balls = {s: held(radii=descent.equal_radii(s * reach)) for s in training.SHARES}
+    springs = {lam: held(decay=lam) for lam in training.DECAYS}
+    balls[1.0] = springs[0.0] = held()
+    share, lam = (min(found, key=lambda s: found[s][0]) for found in (balls, springs))
+    assert (value(rows, "chosen_share"), value(rows, "chosen_decay")) == (share, lam)
+    stopped = value(rows, "test_stopped") * shared.variance
+    test = {"plain": balls[1.0][1], "ball": balls[share][1], "smallest": balls[0.125][1],
+            "decay": springs[lam][1], "stopped": stopped}  # fmt: skip
+    for name, expected in test.items():
+        assert value(rows, f"test_{name}") == pytest.approx(expected / shared.variance, rel=1e-5)
+    for ratio in ("plain_over_ball", "smallest_over_ball", "plain_over_stopped",
+                  "plain_over_decay", "ball_over_stopped"):  # fmt: skip
+        above, below = ratio.split("_over_")
+        assert value(rows, ratio) == pytest.approx(test[above] / test[below], rel=1e-5)
+    expected = test["stopped"] / test["decay"]
+    assert value(rows, "stopped_over_decay_noisy") == pytest.approx(expected, rel=1e-5)
+    at = training.stopping(shared.plain.held[:, 0], shared.plain.looks, config.patience)
+    assert test["stopped"] == pytest.approx(shared.plain.held[at, 1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -177,7 +177,11 @@ def decayed_certificate(
         )
     tau = effective_steps(step_size, steps, decay)
     t, objective = step_size * decay, Objective.of(model, tokens, targets)
-    options = {"query": model.query, "activation": model.activation, "scale": model.scale}
+    options: dict[str, Any] = {
+        "query": model.query,
+        "activation": model.activation,
+        "scale": model.scale,
+    }
     start = phi = model.snapshot()
     loss = epsilon = squares = pulled = 0.0
     first = gap = phi.minus(comparison)

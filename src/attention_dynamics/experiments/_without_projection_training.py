@@ -222,7 +222,7 @@ def _shared(config: Config, seed: int, device: str) -> Trained:
 
 def _trained(config: Config, seed: int, device: str) -> Trained:
     """The problem and the plain run of a seed, whatever the strength."""
-    return _shared(replace(config, strength=0.0, study=""), seed, device)
+    return _shared(replace(config, strength=0.0, study="radius"), seed, device)
 
 
 def _descend(config: Config, shared: Trained, *, radii: Radii = FREE, decay: float = 0.0) -> Path:
