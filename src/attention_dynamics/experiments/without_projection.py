@@ -43,8 +43,6 @@ NAME = training.NAME
 SCHEMA = 1
 AGAINST = "strength"
 
-Study = Literal["radius", "decay", "noise", "certificate", "batch", "covered"]
-
 
 @dataclass(frozen=True)
 class Config:
@@ -59,7 +57,7 @@ class Config:
     targets. Fields that a study does not use are ignored by it.
     """
 
-    study: Study
+    study: Literal["radius", "decay", "noise", "certificate", "batch", "covered"]
     strength: float = 0.0
     case: str = ""
     heads: int = 64
