@@ -82,7 +82,8 @@ def dask_executor(
                 dashboard_address="127.0.0.1:0", silence_logs=50,
             )  # fmt: skip
             where = stack.enter_context(cluster)
-        yield stack.enter_context(Client(where, timeout=timeout)).get_executor()
+        # pure=False, or a cell that is tried again would be told of its old failure
+        yield stack.enter_context(Client(where, timeout=timeout)).get_executor(pure=False)
 
 
 def run_cell(run: Callable[..., pd.DataFrame], config: Any, seed: int, device: str) -> Result:
@@ -131,6 +132,7 @@ def compute_on(
 
     failure: tuple[Cell, BaseException] | None = None
     lost: BaseException | None = None
+    blamed: list[Cell] = []
     try:
         for cell in cells:
             arguments = (experiment.run, cell.config, cell.seed, device)
@@ -145,9 +147,17 @@ def compute_on(
                 keep_finished(future)
             elif _is_loss(raised):
                 lost = lost or raised
+                blamed.append(futures[future])
             elif failure is None:
                 failure = (futures[future], raised)
                 _cancel(futures)
+        if failure is None and len(blamed) > 1 and not isinstance(lost, BrokenExecutor):
+            # dask blames every cell that waited on a worker which died: each has a run of its own
+            for cell in blamed:
+                again = executor.submit(run_cell, experiment.run, cell.config, cell.seed, device)
+                futures[again] = cell
+                again.exception()
+                keep_finished(again)
     except KeyboardInterrupt:
         (stop or partial(_cancel, futures))()
         for future in futures:
@@ -249,9 +259,9 @@ def _cancel(futures: dict[Future[Result], Cell]) -> None:
 
 def _is_loss(error: BaseException) -> bool:
     """Whether a worker is gone, and not the cell wrong."""
-    cluster = sys.modules.get("distributed")
+    cluster = sys.modules.get("distributed.scheduler")
     return isinstance(error, BrokenExecutor) or (
-        cluster is not None and isinstance(error, cluster.KilledWorker)
+        cluster is not None and isinstance(error, cluster.KilledWorker | cluster.NoValidWorkerError)
     )
 
 
