@@ -184,7 +184,7 @@ def run(config: Config, seed: int, device: str = "cpu") -> pd.DataFrame:
 
 
 def fits_by_seed(frame: pd.DataFrame, case: str, quantity: str = "width_sup") -> pd.DataFrame:
-    """The :class:`GrowthFits` of every seed of one case."""
+    """The :class:`~attention_dynamics.experiments.growth.GrowthFits` of every seed of one case."""
     table = _of(frame, case, quantity).pivot(index="seed", columns=AGAINST, values="value")
     fits = [growth_fits(list(table), list(row)) for row in table.to_numpy()]
     return pd.DataFrame(fits, index=table.index)

@@ -2,12 +2,12 @@ r"""Descent without projection: where the ball binds, what replaces it, and whos
 
 Six studies, a cell each for every strength and seed:
 
-1. ``radius``: balls around the start, their radius in units of the distance that plain descent
-   travels; 2. ``decay``: weight decay toward the start, beside balls and stopped runs of the same
-   distance; 3. ``noise``: noisy labels, with the regulariser chosen on held-out data;
-4. ``certificate``: certificates of plain, stopped, stochastic and decayed runs; 5. ``batch``:
-   ProjSGD over the size of its batches; 6. ``covered``: for how many steps the projection cannot
-   act, and when it first does.
+- ``radius``: balls around the start, in units of the distance that plain descent travels;
+- ``decay``: weight decay toward the start, beside balls and stopped runs of the same distance;
+- ``noise``: noisy labels, with the regulariser chosen on held-out data;
+- ``certificate``: certificates of plain, stopped, stochastic and decayed runs;
+- ``batch``: ProjSGD over the size of its batches;
+- ``covered``: for how many steps the projection cannot act, and when it first does.
 
 Bands and seeds come from theory, see their sources, and were fixed before the first run of the
 ``book`` profile. Sizes (steps, samples, noise) were chosen for time, on seeds from 1000 on.
