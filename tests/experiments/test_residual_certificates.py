@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from attention_dynamics.experiments import residual_certificates as experiment
-from attention_dynamics.models.residual import ResidualParameters, loss_and_gradients
+from attention_dynamics.models.residual import (
+    ResidualParameters,
+    forward,
+    loss_and_gradients,
+    stack_parameters,
+)
 from attention_dynamics.running import Experiment, sweep
 
 SMALL = experiment.PROFILES["smoke"].configs[0]
@@ -80,6 +85,15 @@ def test_a_certificate_that_promises_too_much_is_caught(name, factor, broken):
     promise = replace(one.certificate, **{name: factor * getattr(one.certificate, name)})
     found = experiment.descend([replace(one, certificate=promise)], config)
     assert (int(found["violations"][0]) > 0) == bool(broken)
+
+
+def test_a_start_that_fits_already_breaks_nothing():
+    config = replace(SMALL, runs=1, steps=3)
+    one = experiment.start(config, 0, 0)
+    (fitted,) = forward(stack_parameters([one.parameters]), one.tokens[None], config.layer)
+    found = experiment.descend([replace(one, targets=fitted)], config)
+    assert not found["loss"].any()
+    assert int(found["violations"][0]) == 0
 
 
 def test_a_run_that_turns_to_nan_is_a_violation(monkeypatch):

@@ -216,7 +216,7 @@ def descend(starts: list[CertifiedStart], config: Config, device: str = "cpu") -
     bound = (k * torch.log1p(-eta * mu)).exp()
     ratio = torch.where(loss > 0, squared / (2 * mu * loss), 1.0)
     kept = (
-        (loss / loss[0] <= bound * (1 + ROUNDING))
+        (loss <= bound * (1 + ROUNDING) * loss[0])
         & (path <= rho * (1 + ROUNDING))
         & (ratio >= 1 - ROUNDING)
     )
