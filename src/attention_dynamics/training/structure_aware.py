@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from attention_dynamics.data.regression import RegressionSample
 from attention_dynamics.models import regression
 from attention_dynamics.models.population import RegressionProblem, population_loss_and_gradients
 from attention_dynamics.models.regression import Factors
@@ -42,7 +43,6 @@ from attention_dynamics.validation import require_integer
 __all__ = [
     "Descent",
     "Rule",
-    "Sample",
     "Scheme",
     "balance",
     "descend",
@@ -58,17 +58,6 @@ class Rule(Protocol):
     def advance(self, factors: Factors, gradients: Factors) -> Factors:
         """The factors after one more step; what it remembers belongs to one run."""
         ...
-
-
-class Sample(Protocol):
-    """Queries (n, d), contexts (T, k) or (n, T, k) and targets (n, m), with any batch axes."""
-
-    @property
-    def queries(self) -> Tensor: ...
-    @property
-    def contexts(self) -> Tensor: ...
-    @property
-    def targets(self) -> Tensor: ...
 
 
 def step(
@@ -141,7 +130,7 @@ def descend(
     scheme: Scheme | Rule,
     steps: int,
     *,
-    sample: Sample | None = None,
+    sample: RegressionSample | None = None,
     truth: RegressionProblem | None = None,
     tolerance: float | None = None,
     check: bool = True,
@@ -203,7 +192,7 @@ def descend(
 
 
 def _loss_and_gradients(
-    factors: Factors, problem: RegressionProblem, sample: Sample | None
+    factors: Factors, problem: RegressionProblem, sample: RegressionSample | None
 ) -> tuple[Tensor, Factors]:
     if sample is None:
         return population_loss_and_gradients(factors, problem)
@@ -212,7 +201,9 @@ def _loss_and_gradients(
     )
 
 
-def _effective(factors: Factors, problem: RegressionProblem, sample: Sample | None) -> Tensor:
+def _effective(
+    factors: Factors, problem: RegressionProblem, sample: RegressionSample | None
+) -> Tensor:
     if sample is None:
         return factors.A.new_full((), math.inf)
     length = sample.contexts.shape[-2]

@@ -2,12 +2,12 @@
 
 import math
 import warnings
-from typing import NamedTuple
 
 import pytest
 import torch
 from factorisation_instances import covariance, factors, problem
 
+from attention_dynamics.data.regression import RegressionSample
 from attention_dynamics.models import regression
 from attention_dynamics.models.population import population_loss, population_loss_and_gradients
 from attention_dynamics.models.regression import Factors
@@ -22,12 +22,6 @@ from attention_dynamics.training.structure_aware import (
 )
 
 DAMPED = Scheme("scaled", 0.5, damping=0.1, rho=0.2)
-
-
-class Data(NamedTuple):
-    queries: torch.Tensor
-    contexts: torch.Tensor
-    targets: torch.Tensor
 
 
 def generator(seed):
@@ -56,7 +50,7 @@ def data(seed=0, n=120, length=300, dimension=4, outputs=3):
     draw = lambda *shape: torch.randn(*shape, generator=stream, dtype=torch.float64)  # noqa: E731
     X, Z = draw(n, dimension) @ truth.query_root, draw(length, dimension)
     Y = X @ truth.target.T + 0.3 * draw(n, outputs)
-    return truth, Data(X, Z - Z.mean(dim=0), Y)
+    return truth, RegressionSample(X, Z - Z.mean(dim=0), Y)
 
 
 def test_the_records_are_those_of_the_iterates():
@@ -212,7 +206,9 @@ def test_a_subset_start_descends_to_the_risk_of_least_squares():
 
 def test_a_batch_of_samples_is_its_instances():
     pairs = [data(seed) for seed in range(2)]
-    together = Data(*(torch.stack(blocks) for blocks in zip(*(s for _, s in pairs), strict=True)))
+    together = RegressionSample(
+        *(torch.stack(blocks) for blocks in zip(*(s for _, s in pairs), strict=True))
+    )
     known = RegressionProblem.from_samples(*together)
     start = random_initialisation(known, 0.2, generator=generator(0))
     run = descend(start, known, DAMPED, 4, sample=together)
