@@ -120,7 +120,7 @@ class ProjectionSet:
         """
         moved, norms = zip(
             *(
-                _project_block(block, centre, limit)
+                project_block(block, centre, limit)
                 for block, centre, limit in zip(parameters, self.centre, self.limits(), strict=True)
             ),
             strict=True,
@@ -168,7 +168,12 @@ class ProjectionSet:
             )
 
 
-def _project_block(block: Tensor, centre: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
+def project_block(block: Tensor, centre: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
+    r"""The nearest point with every row within ``limit`` of that of ``centre``, unchecked.
+
+    A row is the part of one head: a number, a vector or a matrix. Returns the block, rows inside
+    bit for bit, and the distances before the projection, (m,); a limit of None moves nothing.
+    """
     moved = block - centre
     norms = moved.abs() if moved.ndim == 1 else torch.linalg.vector_norm(moved.flatten(1), dim=1)
     if limit is None:
