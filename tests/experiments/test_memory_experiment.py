@@ -134,6 +134,23 @@ def test_what_is_kept_grows_as_the_method_says():
     assert next_one - square == 2 * 4 * sizes  # 17 states a part, of which there are 16 still
 
 
+@pytest.mark.parametrize(("name", "arrays"), [("autograd", 2), ("recurrent_autograd", 1)])
+def test_of_the_arrays_at_the_peak_half_are_kept_for_the_way_back(name, arrays):
+    problem = memory.problem_of(replace(SMALL, length=512), 0)
+    kept = {}
+
+    def note(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        METHODS[name].compute(problem)
+    bytes_of_one = 4 * SMALL.samples * SMALL.units * 512
+    own = (sum(kept.values()) - problem.tokens.nbytes) / bytes_of_one
+    assert own == pytest.approx(arrays, abs=0.05)
+    assert extra(method=name, length=512) / bytes_of_one == pytest.approx(2 * arrays, abs=0.05)
+
+
 def test_the_blocks_of_the_library_stop_growing():
     at = {T: extra(method="blocks", units=64, length=T) for T in (2048, 4096, 8192)}
     assert at[4096] == at[8192] <= 1.2 * at[2048]

@@ -106,6 +106,17 @@ def test_impossible_configurations_are_refused_by_name():
 # The descent
 
 
+class Told:
+    """An objective that returns the given losses and, once, a gradient."""
+
+    def __init__(self, losses, gradient):
+        self.losses, self.gradient = iter(losses), gradient
+
+    def loss_and_gradients(self, _):
+        gradient, self.gradient = self.gradient, self.gradient.scaled(0.0)
+        return torch.tensor(next(self.losses), dtype=torch.float64), gradient
+
+
 @pytest.mark.parametrize("radius", [3.0, 0.2])
 def test_a_checkpoint_is_what_a_descent_of_that_many_steps_returns(radius):
     given_, objective, region = training(CONSTANT, radius=radius)
@@ -124,6 +135,14 @@ def test_a_checkpoint_is_what_a_descent_of_that_many_steps_returns(radius):
         assert point.distance == pytest.approx(moved, rel=1e-4)
         assert (point.active > 0) == once.history.filter(like="active").to_numpy().any()
     assert (found[-1].active > 0) == (radius < 1)
+
+
+def test_heads_that_left_their_ball_in_one_step_stay_known():
+    _, _, region = training(CONSTANT)
+    objective = Told([4.0, 2.0, 2.0, 2.0], region.centre.scaled(1e3))
+    first, last = _steps_descent.descend(objective, region, 1.0, [1, 3])
+    assert first.active == last.active == 3 * region.centre.heads  # blocks: c, U and W
+    assert last.mean == pytest.approx((4.0 + 2.0 + 2.0) / 3)
 
 
 def test_the_rows_of_a_cell_are_the_losses_over_the_variance():
@@ -206,6 +225,25 @@ def test_tiny_targets_have_their_edge_where_the_kernel_says():
     assert _steps_descent.first_rise(objective, region, 0.95 * unit, 200) is None
     assert _steps_descent.first_rise(objective, region, 1.5 * unit, 200) <= 5
     assert _steps_descent.first_rise(objective, region, 1.5 * unit, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("losses", "rise"),
+    [([3.0, 2.0, 2.0001, 1.0], 2), ([3.0, 2.0, 2.00001, 1.0], None), ([1.0, 2.0, 3.0], 1)],
+)
+def test_a_rise_is_more_than_rounding(losses, rise):
+    _, _, region = training(CONSTANT)
+    objective = Told(losses, region.centre.scaled(0.0))
+    assert _steps_descent.first_rise(objective, region, 1.0, len(losses) - 1) == rise
+
+
+def test_the_edge_is_halved_on_a_logarithmic_scale(monkeypatch):
+    def rises(objective, region, step_size, steps):
+        return 1 if step_size > 2.6 else None  # 1.3 units of 2
+
+    monkeypatch.setattr(_steps_descent, "first_rise", rises)
+    # 1 is below, 2^(1/2) above, 2^(1/4) below: the middle of the last two
+    assert _steps_descent.edge(None, None, 2.0, 100, 3) == pytest.approx(2**0.375)
 
 
 def test_the_edge_of_a_cell_is_in_units_of_the_kernel():

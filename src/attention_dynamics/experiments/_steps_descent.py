@@ -14,7 +14,7 @@ from attention_dynamics.training.update import update_for
 
 class Checkpoint(NamedTuple):
     r"""What is known after k steps; ``mean`` is :math:`\frac1k \sum_{l<k} L_l`, ``active`` the most
-    heads that one step took out of their ball.
+    balls that one step left, of three a head.
     """
 
     steps: int
