@@ -54,10 +54,16 @@ def attend(
     sigma: Activation,
 ) -> Attended:
     """One pass over the tokens, for the value and for the way back."""
-    keys = queries[:, None] @ W.mT
-    weights = torch.softmax(keys @ tokens.mT[:, None], dim=-1)
+    samples, length, _ = tokens.shape
+    heads, d = U.shape
+    asked = queries.shape[1]
+    # Few large products: a batch of small ones costs more in dispatch than in arithmetic.
+    keys = (queries.flatten(0, 1) @ W.reshape(-1, d).mT).reshape(samples, asked, heads, d)
+    keys = keys.transpose(1, 2).contiguous()
+    logits = keys.reshape(samples, heads * asked, d) @ tokens.mT
+    weights = torch.softmax(logits.reshape(samples, heads, asked, length), dim=-1)
     projections = (tokens @ U.mT).mT.contiguous()
-    columns = tokens[:, None].expand(-1, len(U), -1, -1)
+    columns = tokens[:, None].expand(-1, heads, -1, -1)
     columns = torch.cat((columns, projections[..., None] * columns), dim=-1)
     pooled, weighted = (weights @ columns).chunk(2, dim=-1)
     s = (pooled * U[:, None]).sum(dim=-1)
@@ -97,7 +103,7 @@ def pull_back(
     norm = len(C) ** -0.5
     d = U.shape[1]
     through = norm * (cotangent @ C.mT).mT * seen.slopes  # g, (b, m, P)
-    by_C = norm * torch.einsum("nip,npe->ie", seen.values, cotangent)
+    by_C = norm * (seen.values @ cotangent).sum(dim=0)
     by_U = torch.einsum("nip,nipd->id", through, seen.pooled)
     pushed = through[..., None] * seen.covariance  # g M U, (b, m, P, d)
     rows = pushed.permute(1, 3, 0, 2).flatten(2)  # (m, d, b P)
@@ -108,7 +114,7 @@ def pull_back(
     s = (seen.pooled * U[:, None]).sum(dim=-1)
     pull = through[..., None] * seen.keys
     columns = torch.cat((pull, s[..., None] * pull, through[..., None]), dim=-1)
-    reached = seen.weights.mT @ columns  # sums over the queries, (b, m, T, 2d + 1)
+    reached = (columns.mT @ seen.weights).mT  # sums over the queries, (b, m, T, 2d + 1)
     by_logits = seen.projections[..., None] * reached[..., :d] - reached[..., d:-1]
     by_tokens = by_logits.sum(dim=1) + reached[..., -1].mT @ U
     return LayerGradients(by_C, by_U, by_W.reshape(W.shape), by_tokens, by_queries)
