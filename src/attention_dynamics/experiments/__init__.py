@@ -25,6 +25,7 @@ _NAMES = (
     "without_projection",
     "beyond_kernel",
     "real_sequences",
+    "stacks",
     "population_limit",
     "regression_conditioning",
     "regression_ablation",
