@@ -20,7 +20,7 @@ from attention_dynamics.running import Experiment, sweep
 from attention_dynamics.theory.bounds import indrnn_gradient_bounds
 from attention_dynamics.theory.kernel_flow import kernel_descent
 from attention_dynamics.theory.kernels import empirical_kernel_total
-from attention_dynamics.training.descent import DescentConfig
+from attention_dynamics.training.descent import DescentConfig, projected_gradient_descent
 from attention_dynamics.training.projection import Radii
 from attention_dynamics.training.recurrent_descent import recurrent_descent
 
@@ -245,6 +245,23 @@ def test_certified_and_plain_descent_are_one_descent():
     for quantity in ("error_transformer", "distance", "training_transformer", "step_size"):
         assert plain[quantity] == pytest.approx(with_all[quantity], rel=1e-9)
     assert "error_recurrent" not in plain
+
+
+def test_a_fit_names_the_start_that_its_descent_left():
+    config = replace(SMALL, contrast=False)
+    task, query, *_ = real_sequences.shared(config)
+    found = real_sequences.fit(config, 1)
+    assert found.initial.U.shape == (SMALL.heads, task.tokens.shape[-1])
+    assert not shallow.forward(found.initial, task.tokens, query=query).any()
+    descent = DescentConfig(
+        config.steps, step_size=found.quantities["step_size"], radii=Radii(10.0, 10.0, 10.0)
+    )
+    model = ShallowTransformer(found.initial, query=query)
+    again = projected_gradient_descent(model, task.tokens, task.targets, descent).final
+    for block, expected in zip(again, found.final, strict=True):
+        torch.testing.assert_close(block, expected, rtol=1e-9, atol=1e-12)
+    other = real_sequences.fit(config, 2).initial
+    assert not torch.equal(other.U, found.initial.U)
 
 
 def test_wide_networks_and_few_steps_come_near_the_kernel():

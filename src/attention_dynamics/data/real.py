@@ -6,7 +6,8 @@ r"""Real sequences that come inside installable packages: nothing is downloaded.
   a lag of 52 weeks;
 - ``"sunspots"``: yearly sunspot numbers (statsmodels), with a lag of 11 years.
 
-Series are split in time, with a gap; images, which are independent, at random and stratified.
+Series are split in time, with a gap; images, which have no time, at random and stratified. The 13
+people who wrote them are not named, so one hand may be on both sides.
 Packages: ``pip install "attention-dynamics[data]"``.
 """
 
@@ -34,8 +35,9 @@ from attention_dynamics.validation import require_integer, require_one_of
 Sequences = Literal["digits", "co2", "sunspots"]
 SHORTEST_PERIOD = 4.0
 LARGEST = 4.5
-r"""No value of the two series is this many training deviations away from the training mean; the
-ball that the tokens are divided by is made for this number, and a longer token is refused."""
+r"""No value of the two series is this many training deviations away from the training mean (the
+farthest is 4.33); the ball that the tokens are divided by is made for this number, and a longer
+token is refused. It is the one number of a task that was read off held out values too."""
 
 
 class RealSeries(NamedTuple):
@@ -64,8 +66,8 @@ class RealTask:
     are held out; all in float64. ``features`` (n, k) and ``held_features`` are the same inputs,
     flat and without places: T values of a window in units of the targets, or 64 pixels.
     ``forecasts`` are forecasts of the held targets that need no fit. ``block`` is the number of
-    neighbours that a bootstrap keeps together, 1 for independent samples; ``outside`` the share of
-    all tokens longer than 1.
+    neighbours that a bootstrap keeps together, 1 for samples without an order; ``outside`` the
+    share of all tokens longer than 1.
     """
 
     name: Sequences

@@ -83,7 +83,9 @@ def linear_ridge(
     held_features: Float[Tensor, "v k"],
     targets: Float[Tensor, " n"],
 ) -> Float[Tensor, " v"]:
-    """Linear regression with an intercept, its penalty chosen by leave-one-out."""
+    """Linear regression with an intercept, its penalty chosen by leave-one-out of centred samples:
+    a sample that is left out still counts in the means.
+    """
     centre, mean = features.mean(dim=0), targets.mean()
     x, held = features - centre, held_features - centre
     return ridge_by_leave_one_out(x @ x.mT, held @ x.mT, targets - mean)[0] + mean

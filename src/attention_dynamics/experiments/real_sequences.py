@@ -137,10 +137,11 @@ training loss in the ball over that outside of it, the mean of the three data se
 
 class Fit(NamedTuple):
     """Held out predictions of what was trained from one start, the parameters of the Transformer
-    after its last step, and the quantities of the runs.
+    before its first step and after its last, and the quantities of the runs.
     """
 
     held: dict[str, Tensor]
+    initial: Parameters
     final: Parameters
     quantities: dict[str, float]
 
@@ -221,7 +222,7 @@ def fit(config: Config, seed: int, device: str = "cpu") -> Fit:
     if config.contrast:
         held["recurrent"], measured = _recurrent(config, task, seed, device)
         quantities |= measured
-    return Fit(held, final, quantities)
+    return Fit(held, start, final, quantities)
 
 
 def _recurrent(

@@ -104,12 +104,36 @@ def test_windows_of_a_series_against_numpy(name, ball):
     )
 
 
-def test_an_interpolated_value_never_uses_a_later_target():
-    # A change between two measured weeks is the target; the week before it was measured too, so the
-    # line through a gap ends there or earlier, within what the window may know.
-    series, T = real_series("co2"), 53
-    for starts in real._thinned(series, T, 5000, 5000, 0.25):
-        assert series.observed[starts + T].all()
+def test_no_window_knows_what_was_measured_after_it():
+    # A gap is filled on a line to the next measured week, which may lie in the future; not so here,
+    # since the week in which a target's change begins was measured.
+    from statsmodels.datasets import co2
+
+    raw, T = co2.load_pandas().data["co2"].to_numpy(dtype=float), 53
+    changes = np.diff(real.interpolated(raw)[0])
+    near = np.flatnonzero(np.isnan(raw))
+    count = 0
+    for starts in real._thinned(real_series("co2"), T, 5000, 5000, 0.25):
+        for a in starts.tolist():
+            if np.abs(near - (a + T)).min() > 8:  # no gap near the target, no line to worry about
+                continue
+            other = raw.copy()
+            other[a + T + 1 :] += 100.0
+            filled = np.diff(real.interpolated(other)[0])
+            np.testing.assert_array_equal(filled[a : a + T], changes[a : a + T])
+            count += 1
+    assert count > 100
+
+
+def test_the_ball_is_made_for_the_farthest_value():
+    for name, farthest in (("co2", 4.252), ("sunspots", 4.327)):
+        series = real_series(name)
+        T = series.lag + 1
+        last = int(real._thinned(series, T, 120, 240, 0.25).training[-1]) + T
+        past = series.values[: last + 1]
+        z = (series.values - past.mean()) / past.std(correction=0)
+        assert float(z.abs().max()) == pytest.approx(farthest, abs=1e-3)
+        assert float(z.abs().max()) < real.LARGEST
 
 
 @pytest.mark.parametrize("name", ["digits", *SERIES])
