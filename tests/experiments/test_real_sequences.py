@@ -247,21 +247,19 @@ def test_certified_and_plain_descent_are_one_descent():
     assert "error_recurrent" not in plain
 
 
-def test_a_fit_names_the_start_that_its_descent_left():
+def test_model_and_descent_of_a_cell_are_those_of_its_fit():
     config = replace(SMALL, contrast=False)
-    task, query, *_ = real_sequences.shared(config)
-    found = real_sequences.fit(config, 1)
-    assert found.initial.U.shape == (SMALL.heads, task.tokens.shape[-1])
-    assert not shallow.forward(found.initial, task.tokens, query=query).any()
-    descent = DescentConfig(
-        config.steps, step_size=found.quantities["step_size"], radii=Radii(10.0, 10.0, 10.0)
-    )
-    model = ShallowTransformer(found.initial, query=query)
-    again = projected_gradient_descent(model, task.tokens, task.targets, descent).final
-    for block, expected in zip(again, found.final, strict=True):
+    task, query, kernel, *_ = real_sequences.shared(config)
+    model, descent = real_sequences.model_of(config, 1), real_sequences.descent_of(config)
+    assert model.U.shape == (SMALL.heads, task.tokens.shape[-1])
+    assert not shallow.forward(model.snapshot(), task.tokens, query=query).any()
+    assert descent.steps == SMALL.steps
+    assert descent.eta == predictors.largest_step(kernel, 0.25)
+    assert descent.radii == Radii(10.0, 10.0, 10.0)
+    found = projected_gradient_descent(model, task.tokens, task.targets, descent).final
+    for block, expected in zip(found, real_sequences.fit(config, 1).final, strict=True):
         torch.testing.assert_close(block, expected, rtol=1e-9, atol=1e-12)
-    other = real_sequences.fit(config, 2).initial
-    assert not torch.equal(other.U, found.initial.U)
+    assert not torch.equal(real_sequences.model_of(config, 2).U, model.U)
 
 
 def test_wide_networks_and_few_steps_come_near_the_kernel():

@@ -137,11 +137,10 @@ training loss in the ball over that outside of it, the mean of the three data se
 
 class Fit(NamedTuple):
     """Held out predictions of what was trained from one start, the parameters of the Transformer
-    before its first step and after its last, and the quantities of the runs.
+    after its last step, and the quantities of the runs.
     """
 
     held: dict[str, Tensor]
-    initial: Parameters
     final: Parameters
     quantities: dict[str, float]
 
@@ -186,11 +185,28 @@ def shared(config: Config) -> Prepared:
     )  # fmt: skip
 
 
+def model_of(config: Config, seed: int, device: str = "cpu") -> ShallowTransformer:
+    """The Transformer of a cell at its start."""
+    task, query, *_ = shared(config)
+    start = symmetric_initialisation(
+        config.heads, task.tokens.shape[-1], dtype=torch.float64, device=device,
+        generator=generator(seed, NAME, "heads", config.heads),
+    )  # fmt: skip
+    return ShallowTransformer(start, query=query.to(device))
+
+
+def descent_of(config: Config) -> DescentConfig:
+    """Its descent: the step size by the rule, the number of steps, the radii."""
+    eta = largest_step(shared(config).kernel, config.fraction)
+    radii = Radii(*(config.projection_radius,) * 3)
+    return DescentConfig(config.steps, step_size=eta, radii=radii)
+
+
 def fit(config: Config, seed: int, device: str = "cpu") -> Fit:
     """Held out predictions of networks, kernels and baselines from one start."""
-    task, query, kernel, held_kernel, _ = shared(config)
-    eta = largest_step(kernel, config.fraction)
-    alpha = descent_coefficients(kernel, task.targets, config.steps, eta)
+    task, _, kernel, held_kernel, _ = shared(config)
+    model, descent = model_of(config, seed, device), descent_of(config)
+    alpha = descent_coefficients(kernel, task.targets, config.steps, descent.eta)
     held = {
         "kernel_descent": held_kernel @ alpha,
         "kernel_ridge": ridge_by_leave_one_out(kernel, held_kernel, task.targets)[0],
@@ -198,14 +214,7 @@ def fit(config: Config, seed: int, device: str = "cpu") -> Fit:
         "neighbour": nearest_neighbour(task.features, task.held_features, task.targets),
         **task.forecasts,
     }
-    start = symmetric_initialisation(
-        config.heads, task.tokens.shape[-1], dtype=torch.float64, device=device,
-        generator=generator(seed, NAME, "heads", config.heads),
-    )  # fmt: skip
-    model = ShallowTransformer(start, query=query.to(device))
-    radii = Radii(*(config.projection_radius,) * 3)
-    descent = DescentConfig(config.steps, step_size=eta, radii=radii)
-    quantities = {"step_size": eta}
+    quantities = {"step_size": descent.eta}
     if config.contrast:
         final, quantities_of = certified(model, task, ball=config.ball, descent=descent)
         quantities |= quantities_of
@@ -222,7 +231,7 @@ def fit(config: Config, seed: int, device: str = "cpu") -> Fit:
     if config.contrast:
         held["recurrent"], measured = _recurrent(config, task, seed, device)
         quantities |= measured
-    return Fit(held, start, final, quantities)
+    return Fit(held, final, quantities)
 
 
 def _recurrent(
