@@ -436,6 +436,14 @@ def test_pages_are_those_of_the_process():
         meter.resident_bytes(math.sqrt, -1.0)
 
 
+def test_views_take_pages_that_are_no_bytes_of_theirs():
+    # What closed back-propagation holds beyond its count: lists of T views.
+    steps = torch.zeros(2**15, 1)
+    assert counted(lambda: steps.unbind()) == 0
+    pages = meter.resident_bytes(functools.partial, torch.unbind, steps)
+    assert 400 < pages / len(steps) < 800
+
+
 def test_where_the_peak_cannot_be_reset_the_error_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(meter, "_RESET", tmp_path / "none" / "clear_refs")
     with pytest.raises(RuntimeError, match=r"needs Linux.*use peak_bytes"):

@@ -407,6 +407,22 @@ def test_summarise_reports_a_miss(changes, missed):
     assert set(summary.index[~summary["inside"]]) == missed
 
 
+def test_times_are_averaged_and_averaging_is_judged_at_the_end():
+    losses = {("root", 16): 1.0, ("root", 64): 1.21, ("constant", 7): 1.0, ("constant", 14): 1.0}
+    factors = {("root", 16): 5.0, ("root", 64): 2.0, ("constant", 7): 9.0, ("constant", 14): 3.0}
+    rows = [
+        {"rule": rule, "heads": 8, "steps": k, "seed": seed, "step_scale": 1.75, "step_size": 1.0,
+         "quantity": name, "value": loss * (factors[rule, k] if name == "averaged" else 1.0)}
+        for (rule, k), loss in losses.items()
+        for seed in (0, 1)
+        for name in ("averaged", "best", "final")
+    ]  # fmt: skip
+    frame = pd.DataFrame(rows)
+    assert steps.estimate(frame, "time").mean == pytest.approx(1.1)  # of 1 and 1.21
+    assert steps.estimate(frame, "averaging_root").mean == pytest.approx(2.0)
+    assert steps.estimate(frame, "averaging_constant").mean == pytest.approx(3.0)
+
+
 def test_exponents_are_taken_at_the_width_of_both_rules(smoke):
     assert set(steps.main(smoke, "constant")["heads"]) == {8}
     assert set(steps.main(smoke, "root")["heads"]) == {8}
