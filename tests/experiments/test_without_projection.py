@@ -279,6 +279,37 @@ def test_a_certificate_needs_float64():
         )  # fmt: skip
 
 
+def test_hindsight_is_the_best_of_the_tangent_model_over_times_and_decays():
+    config = CONFIGS["noise"]
+    shared = training._trained(config, 9, "cpu")
+    start = shared.start.to(dtype=torch.float64)
+
+    def slopes(data):
+        leaves = Parameters(*(block.clone().requires_grad_() for block in start))
+        f = shallow.forward(leaves, data.inputs.tokens.double(), query=data.inputs.query.double())
+        rows = [torch.autograd.grad(value, leaves, retain_graph=True) for value in f]
+        return torch.stack([torch.cat([block.flatten() for block in row]) for row in rows])
+
+    seen, clean = shared.objective, shared.held[1]
+    J, K_star, y = slopes(seen), slopes(clean), seen.targets.double()
+    n, pull, H = len(J), 2 / len(J) * J.mT @ y, 2 / len(J) * J.mT @ J
+    inverse = torch.linalg.pinv(H, hermitian=True)
+    eye = torch.eye(len(H), **DOUBLE)
+    times = np.geomspace(config.steps * config.step_size / 1000, 60 * 0.8, 200)
+
+    def loss(move):
+        return float((K_star @ move - clean.targets.double()).square().mean()) / shared.variance
+
+    flow = [loss((eye - torch.linalg.matrix_exp(-H * t)) @ inverse @ pull) for t in times]
+    ridge = [loss(torch.linalg.solve(H + eye / t, pull)) for t in times]
+    assert n == 8
+    found = without_projection.hindsight(config, 9)
+    assert found == pytest.approx((min(flow), min(ridge)), rel=1e-6)
+    assert min(flow) < min(flow[0], flow[-1])
+    with pytest.raises(ValueError, match="tests: expected at least 1 clean sample, got 0"):
+        without_projection.hindsight(CONFIGS["radius"], 9)
+
+
 @given(st.lists(st.floats(0.1, 9), min_size=1, max_size=20), st.integers(1, 60))
 def test_stopping_finds_the_first_minimum_that_stands_for_the_patience(losses, patience):
     looks = 10 * np.arange(len(losses))

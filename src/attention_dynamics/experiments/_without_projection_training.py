@@ -23,6 +23,7 @@ from attention_dynamics.experiments._without_projection_descent import (
     descend,
     equal_radii,
 )
+from attention_dynamics.models import shallow
 from attention_dynamics.models.parameters import Parameters, symmetric_initialisation
 from attention_dynamics.models.shallow import ShallowTransformer
 from attention_dynamics.theory.transport import TransportNorms
@@ -33,13 +34,7 @@ if TYPE_CHECKING:
     from attention_dynamics.experiments.without_projection import Config
 
 NAME = "without_projection"
-SHARES = (
-    0.125,
-    0.1875,
-    0.25,
-    0.375,
-    0.5,
-)  # radii of the study ``noise``, in units of the plain distance
+SHARES = (0.125, 0.1875, 0.25, 0.375, 0.5)  # radii of ``noise`` over the plain distance
 DECAYS = (0.01, 0.02, 0.04, 0.08, 0.16)  # its weight decays
 
 
@@ -170,6 +165,45 @@ def noise(config: Config, seed: int, device: str) -> dict[str, float]:
         "stopped_over_decay_noisy": clean["stopped"] / clean["decay"],
         **radii, **springs, **times,
     }  # fmt: skip
+
+
+def hindsight(config: Config, seed: int, device: str = "cpu") -> tuple[float, float]:
+    r"""The smallest clean test losses of the tangent model, over all times and over all decays.
+
+    .. math:: f_t = K_\star\,K^{-1}\bigl(1 - e^{-2Kt/n}\bigr)\,y, \qquad
+        f_\lambda = K_\star\bigl(K + \tfrac{n\lambda}2 I\bigr)^{-1} y,
+
+    the gradient flow of a stopped run and the minimum of :math:`L_n + \frac\lambda2
+    \|\phi - \phi_0\|^2`, with the tangent kernel K of the training samples at the start and
+    :math:`K_\star` between tests and training samples. Over 200 times up to :math:`\eta\tau` and
+    decays :math:`\lambda = 1/t`, divided by the variance of the targets.
+
+    Raises ValueError unless ``tests`` is positive.
+    """
+    if config.tests < 1:
+        raise ValueError(f"tests: expected at least 1 clean sample, got {config.tests}")
+    shared = _trained(config, seed, device)
+    start, seen, clean = shared.start.to(dtype=torch.float64), shared.objective, shared.held[1]
+
+    def slopes(data: Objective) -> Tensor:
+        tokens, query = (part.double() for part in data.inputs[:2])
+        blocks = shallow.per_sample_gradients(start, tokens, query=query)
+        return torch.cat([block.flatten(1) for block in blocks], dim=1)
+
+    J = slopes(seen)
+    values, vectors = torch.linalg.eigh(J @ J.mT)
+    values, n = values.clamp_min(1e-12), len(J)
+    across = slopes(clean) @ J.mT @ vectors
+    along, wanted = vectors.mT @ seen.targets.double(), clean.targets.double()
+
+    def loss(share: Tensor) -> float:
+        return float((across @ (share * along) - wanted).square().mean())
+
+    longest = config.step_size * config.steps
+    times = np.geomspace(longest / 1000, longest, 200).tolist()
+    flow = min(loss(-torch.expm1(-2 * values * t / n) / values) for t in times)
+    ridge = min(loss(1 / (values + n / (2 * t))) for t in times)
+    return flow / shared.variance, ridge / shared.variance
 
 
 def stopping(losses: np.ndarray, looks: np.ndarray, patience: int) -> int:

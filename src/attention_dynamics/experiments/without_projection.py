@@ -175,6 +175,7 @@ _RUN: dict[str, Callable[[Config, int, str], dict[str, float]]] = {
     "radius": training.radius, "decay": training.decay, "noise": training.noise,
     "certificate": bounds.certificate, "batch": bounds.batch, "covered": bounds.covered,
 }  # fmt: skip
+hindsight = training.hindsight
 
 
 def run(config: Config, seed: int, device: str = "cpu") -> pd.DataFrame:
@@ -212,7 +213,7 @@ def estimate(frame: pd.DataFrame, quantity: str) -> Estimate:
 
     Of a proved inequality it is the worst ratio, and the interval is the range over all cells; of
     a slope the mean over seeds with its t-interval; of a ratio the geometric mean over seeds, each
-    seed with the geometric mean over its strengths. ``aligned_tightness`` is a median.
+    seed with that over its strengths and widths. ``aligned_tightness`` is a median.
     """
     return _ESTIMATE[quantity](table(frame, _STUDY[quantity]))
 
