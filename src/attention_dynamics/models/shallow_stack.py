@@ -68,7 +68,7 @@ def forward(
     sigma, tokens, parameters = _prepare(parameters, tokens, activation, chunk, validate)
     require_one_of("outputs", outputs, OUTPUTS)
     found = []
-    for rows in _blocks(parameters, tokens, chunk):
+    for rows in _blocks(parameters, tokens, outputs, chunk):
         stream, _ = _inner(parameters, tokens[rows], sigma)
         found.append(_read(parameters, stream[-1], sigma, outputs)[0])
     values = torch.cat(found)
@@ -134,7 +134,7 @@ def _both_ways(
     """Values (n, P), and the gradient of what has the cotangent at these values."""
     total = [[torch.zeros_like(block) for block in layer] for layer in parameters.layers()]
     found = []
-    for rows in _blocks(parameters, tokens, chunk):
+    for rows in _blocks(parameters, tokens, outputs, chunk):
         stream, passed = _inner(parameters, tokens[rows], sigma)
         values, seen = _read(parameters, stream[-1], sigma, outputs)
         found.append(values)
@@ -188,11 +188,14 @@ def _add(total: list[Tensor], *more: Tensor) -> None:
         block += term
 
 
-def _blocks(parameters: StackParameters, tokens: Tensor, chunk: int | None) -> Iterator[slice]:
+def _blocks(
+    parameters: StackParameters, tokens: Tensor, outputs: Output, chunk: int | None
+) -> Iterator[slice]:
     """Slices of samples whose weights in one layer are as many as fit the cache."""
     samples, length, _ = tokens.shape
+    asked = length if parameters.inner or outputs == "each" else 1
     if chunk is None:
-        chunk = max(1, block_elements(tokens.device) // (length * length * parameters.heads))
+        chunk = max(1, block_elements(tokens.device) // (asked * length * parameters.heads))
     for first in range(0, samples, chunk):
         yield slice(first, first + chunk)
 
