@@ -104,6 +104,14 @@ def test_windows_of_a_series_against_numpy(name, ball):
     )
 
 
+def test_without_thinning_the_windows_are_all_there_are():
+    # 309 years, T = 12: a quarter of 309 - 2 * 12 windows is held out, the last target is the last
+    # year, and T windows lie between.
+    windows = real._thinned(real_series("sunspots"), 12, 5000, 5000, 0.25)
+    assert windows.training.tolist() == list(range(214))
+    assert windows.validation.tolist() == list(range(226, 297))
+
+
 def test_no_window_knows_what_was_measured_after_it():
     # A gap is filled on a line to the next measured week, which may lie in the future; not so here,
     # since the week in which a target's change begins was measured.
