@@ -100,12 +100,7 @@ def gradients(config: Any, found: StackRun, tokens: Float[Tensor, "n T d"]) -> d
     """
     tokens, quantities = tokens[:_PROBED], {}
     for when, phi in (("start", found.initial), ("end", found.final)):
-        norms = torch.stack([
-            shallow_stack.vjp(
-                phi, tokens[j : j + 1], tokens.new_ones(1), activation=config.activation
-            ).layer_norms()
-            for j in range(len(tokens))
-        ])  # fmt: skip
+        norms = shallow_stack.sample_gradient_norms(phi, tokens, activation=config.activation)
         quantities[f"gradient_{when}"] = float(norms.norm(dim=1).max())
         quantities[f"gradient_inner_{when}"] = float(norms[:, :-1].norm(dim=1).max())
     if config.start == "paired":

@@ -39,9 +39,9 @@ class Attended(NamedTuple):
 class LayerGradients(NamedTuple):
     """The cotangents of C, U, W, and, unless they were not asked for, of the tokens and queries."""
 
-    C: Float[Tensor, "m e"]
-    U: Float[Tensor, "m d"]
-    W: Float[Tensor, "m d d"]
+    C: Float[Tensor, "*b m e"]
+    U: Float[Tensor, "*b m d"]
+    W: Float[Tensor, "*b m d d"]
     tokens: Float[Tensor, "b T d"] | None
     queries: Float[Tensor, "b P d"] | None
 
@@ -98,18 +98,26 @@ def pull_back(
     cotangent: Float[Tensor, "b P e"],
     *,
     inputs: bool,
+    each: bool = False,
 ) -> LayerGradients:
-    r""":math:`\sum_t \gamma_t \cdot \partial G_t` by C, U, W, and with ``inputs`` by the tokens."""
+    r""":math:`\sum_t \gamma_t \cdot \partial G_t` by C, U, W, and with ``inputs`` by the tokens.
+
+    The first three are summed over the samples; with ``each`` they are not.
+    """
     norm = len(C) ** -0.5
     d = U.shape[1]
     through = norm * (cotangent @ C.mT).mT * seen.slopes  # g, (b, m, P)
-    by_C = norm * (seen.values @ cotangent).sum(dim=0)
-    by_U = torch.einsum("nip,nipd->id", through, seen.pooled)
+    by_C = norm * (seen.values @ cotangent)
+    by_U = (through[:, :, None] @ seen.pooled).squeeze(2)
     pushed = through[..., None] * seen.covariance  # g M U, (b, m, P, d)
-    rows = pushed.permute(1, 3, 0, 2).flatten(2)  # (m, d, b P)
-    by_W = rows.flatten(0, 1) @ seen.queries.flatten(0, 1)
+    if each:
+        by_W = pushed.mT @ seen.queries[:, None]
+    else:
+        rows = pushed.permute(1, 3, 0, 2).flatten(2)  # (m, d, b P)
+        by_W = (rows.flatten(0, 1) @ seen.queries.flatten(0, 1)).reshape(W.shape)
+        by_C, by_U = by_C.sum(dim=0), by_U.sum(dim=0)
     if not inputs:
-        return LayerGradients(by_C, by_U, by_W.reshape(W.shape), None, None)
+        return LayerGradients(by_C, by_U, by_W, None, None)
     by_queries = pushed.transpose(1, 2).flatten(2) @ W.reshape(-1, d)
     s = (seen.pooled * U[:, None]).sum(dim=-1)
     pull = through[..., None] * seen.keys
@@ -117,4 +125,4 @@ def pull_back(
     reached = (columns.mT @ seen.weights).mT  # sums over the queries, (b, m, T, 2d + 1)
     by_logits = seen.projections[..., None] * reached[..., :d] - reached[..., d:-1]
     by_tokens = by_logits.sum(dim=1) + reached[..., -1].mT @ U
-    return LayerGradients(by_C, by_U, by_W.reshape(W.shape), by_tokens, by_queries)
+    return LayerGradients(by_C, by_U, by_W, by_tokens, by_queries)

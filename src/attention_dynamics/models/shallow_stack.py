@@ -21,7 +21,13 @@ from torch import Tensor
 
 from attention_dynamics.models._network import twin_heads
 from attention_dynamics.models._pass import block_elements, require_chunk, require_tokens
-from attention_dynamics.models._token_layer import Attended, attend, output, pull_back
+from attention_dynamics.models._token_layer import (
+    Attended,
+    LayerGradients,
+    attend,
+    output,
+    pull_back,
+)
 from attention_dynamics.models.activations import Activation, get_activation
 from attention_dynamics.models.parameters import Parameters
 from attention_dynamics.models.stack_parameters import StackParameters, TokenLayer
@@ -123,6 +129,31 @@ def loss_and_gradients(
     return (values - y).square().mean(), gradients
 
 
+def sample_gradient_norms(
+    parameters: StackParameters,
+    tokens: Float[Tensor, "n T d"],
+    *,
+    activation: str | Activation = "tanh",
+    chunk: int | None = None,
+    validate: bool = True,
+) -> Float[Tensor, "n L"]:
+    r"""
+    .. math:: \|\nabla_{\theta^{(l)}} f_T(X_j; \phi)\|, \qquad j = 1..n, \; l = 1..L.
+
+    The read-out is the last; in float64. Errors as in :func:`forward`.
+    """
+    sigma, tokens, parameters = _prepare(parameters, tokens, activation, chunk, validate)
+    norms = tokens.new_zeros((len(tokens), parameters.depth), dtype=torch.float64)
+    for rows in _blocks(parameters, tokens, "last", chunk):
+        stream, passed = _inner(parameters, tokens[rows], sigma)
+        values, seen = _read(parameters, stream[-1], sigma, "last")
+        for place, back in _back(parameters, passed, seen, torch.ones_like(values), each=True):
+            for block in back[:3]:
+                assert block is not None
+                norms[rows, place] += block.double().square().flatten(1).sum(dim=1)
+    return norms.sqrt()
+
+
 def _both_ways(
     parameters: StackParameters,
     tokens: Tensor,
@@ -138,25 +169,38 @@ def _both_ways(
         stream, passed = _inner(parameters, tokens[rows], sigma)
         values, seen = _read(parameters, stream[-1], sigma, outputs)
         found.append(values)
-        c, U, W = parameters.readout
-        deep = parameters.depth > 1
-        back = pull_back(
-            c[:, None], U, W, seen, cotangent(values, rows)[..., None], inputs=deep
-        )  # fmt: skip
-        _add(total[-1], back.C[:, 0], back.U, back.W)
-        if not deep:
-            continue
-        assert back.tokens is not None
-        assert back.queries is not None
-        gamma = back.tokens
-        gamma[:, -back.queries.shape[1] :] += back.queries
-        for place in range(parameters.depth - 2, -1, -1):
-            back = pull_back(*parameters.inner[place], passed[place], gamma, inputs=place > 0)
-            _add(total[place], back.C, back.U, back.W)
-            if back.tokens is not None and back.queries is not None:
-                gamma = gamma + back.tokens + back.queries
+        for place, back in _back(parameters, passed, seen, cotangent(values, rows)):
+            for block, term in zip(total[place], back[:3], strict=True):
+                assert term is not None
+                block += term.reshape(block.shape)
     inner = tuple(TokenLayer(*layer) for layer in total[:-1])
     return torch.cat(found), StackParameters(inner, Parameters(*total[-1]))
+
+
+def _back(
+    parameters: StackParameters,
+    passed: list[Attended],
+    seen: Attended,
+    cotangent: Float[Tensor, "b P"],
+    *,
+    each: bool = False,
+) -> Iterator[tuple[int, LayerGradients]]:
+    """From the read-out down: the place of a layer, and what reaches it."""
+    c, U, W = parameters.readout
+    back = pull_back(
+        c[:, None], U, W, seen, cotangent[..., None], inputs=bool(passed), each=each
+    )  # fmt: skip
+    yield len(passed), back
+    if back.tokens is None or back.queries is None:
+        return
+    gamma = back.tokens
+    gamma[:, -back.queries.shape[1] :] += back.queries
+    for place in reversed(range(len(passed))):
+        layer = parameters.inner[place]
+        back = pull_back(*layer, passed[place], gamma, inputs=place > 0, each=each)
+        yield place, back
+        if back.tokens is not None and back.queries is not None:
+            gamma = gamma + back.tokens + back.queries
 
 
 def _inner(
@@ -181,11 +225,6 @@ def _read(
 
 def _twins(U: Tensor, W: Tensor) -> Tensor | None:
     return twin_heads(Parameters(U[:, 0], U, W))
-
-
-def _add(total: list[Tensor], *more: Tensor) -> None:
-    for block, term in zip(total, more, strict=True):
-        block += term
 
 
 def _blocks(

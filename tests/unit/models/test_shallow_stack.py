@@ -236,6 +236,20 @@ def test_vjp_is_linear_and_gives_the_gradient_of_the_loss(problem):
     assert_near(blocks(found), blocks(expected), 1e-12)
 
 
+@given(problems(outputs="last"), st.sampled_from([None, 1, 2]))
+def test_norms_of_the_gradients_of_samples(problem, chunk):
+    options = {"activation": problem.activation}
+    found = shallow_stack.sample_gradient_norms(
+        problem.parameters, problem.tokens, chunk=chunk, **options
+    )
+    one = torch.ones(1, dtype=torch.float64)
+    expected = torch.stack([
+        shallow_stack.vjp(problem.parameters, x[None], one, **options).layer_norms()
+        for x in problem.tokens
+    ])  # fmt: skip
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+
+
 def test_permuting_the_other_tokens_changes_no_last_output():
     problem = Problem(length=6)
     order = torch.tensor([3, 0, 4, 1, 2, 5])
