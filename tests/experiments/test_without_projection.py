@@ -17,10 +17,12 @@ from attention_dynamics.experiments import _without_projection_bounds as bounds
 from attention_dynamics.experiments import _without_projection_descent as descent
 from attention_dynamics.experiments import _without_projection_training as training
 from attention_dynamics.experiments import certificates, without_projection
+from attention_dynamics.experiments._teacher_problem import teacher_problem
 from attention_dynamics.models import shallow
 from attention_dynamics.models.parameters import Parameters, symmetric_initialisation
 from attention_dynamics.models.shallow import ShallowTransformer
 from attention_dynamics.running import Experiment, sweep
+from attention_dynamics.theory.transport import TransportNorms
 from attention_dynamics.training.descent import DescentConfig, projected_gradient_descent
 from attention_dynamics.training.objective import Objective
 from attention_dynamics.training.projection import ProjectionSet, Radii
@@ -540,3 +542,56 @@ def test_the_regulariser_is_chosen_on_validation_and_judged_on_tests():
     assert value(rows, "stopped_over_decay_noisy") == pytest.approx(expected, rel=1e-5)
     at = training.stopping(shared.plain.held[:, 0], shared.plain.looks, config.patience)
     assert test["stopped"] == pytest.approx(shared.plain.held[at, 1])
+
+
+def test_regularisers_are_chosen_on_noisy_data_and_judged_on_clean():
+    config, seed = CONFIGS["noise"], 14  # a seed on which the clean tests would choose otherwise
+    rows, shared = without_projection.run(config, seed), training._trained(config, seed, "cpu")
+    problem = teacher_problem(
+        "without_projection", seed, samples=44, validation_fraction=36 / 44,
+        length=config.length, dimension=config.dimension, token_law=config.token_law,
+        query="fixed", activation="tanh", anchors=config.anchors,
+        teacher_heads=config.teacher_heads, norms=TransportNorms(3.0, 3.0, 3.0), device="cpu",
+    )  # fmt: skip
+    validation, tests = shared.held
+    assert torch.equal(tests.targets, problem.held_targets[16:])
+    spread = float(problem.targets.std(correction=0))
+    added = torch.cat((shared.objective.targets - problem.targets,
+                       validation.targets - problem.held_targets[:16]))  # fmt: skip
+    assert len(added) == 24
+    assert float(added.std()) == pytest.approx(config.noise * spread, rel=0.5)
+    assert value(rows, "test_start") == pytest.approx(
+        float(problem.held_targets[16:].square().mean()) / spread**2
+    )
+
+    def judged(**options):
+        run = descent.descend(
+            shared.objective, shared.start, config.step_size, config.steps, **options
+        )
+        return float(validation.loss(run.final)), float(tests.loss(run.final)) / spread**2
+
+    plain = judged()
+    reach = shared.plain.distance[-1]
+    shares = (0.125, 0.1875, 0.25, 0.375, 0.5)
+    balls = [judged(radii=descent.equal_radii(share * reach)) for share in shares] + [plain]
+    springs = [judged(decay=rate) for rate in (0.01, 0.02, 0.04, 0.08, 0.16)] + [plain]
+    at = [looked[0] for looked in shared.plain.held]
+    stop = training.stopping(np.array(at), shared.plain.looks, config.patience)
+    assert stop != int(shared.plain.held[:, 1].argmin())
+    for kind, runs in (("ball", balls), ("decay", springs)):
+        chosen, best = min(runs), min(runs, key=lambda run: run[1])
+        assert chosen != best
+        assert value(rows, f"test_{kind}") == pytest.approx(chosen[1], rel=1e-5)
+    ball, decay, stopped = min(balls)[1], min(springs)[1], shared.plain.held[stop, 1] / spread**2
+    assert value(rows, "chosen_share") == (*shares, 1.0)[balls.index(min(balls))]
+    expected = {
+        "test_plain": plain[1],
+        "test_stopped": stopped,
+        "plain_over_ball": plain[1] / ball,
+        "smallest_over_ball": balls[0][1] / ball,
+        "plain_over_stopped": plain[1] / stopped,
+        "ball_over_stopped": ball / stopped,
+        "stopped_over_decay_noisy": stopped / decay,
+    }
+    for name, number in expected.items():
+        assert value(rows, name) == pytest.approx(number, rel=1e-5), name
