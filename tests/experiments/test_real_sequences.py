@@ -20,6 +20,8 @@ from attention_dynamics.running import Experiment, sweep
 from attention_dynamics.theory.bounds import indrnn_gradient_bounds
 from attention_dynamics.theory.kernel_flow import kernel_descent
 from attention_dynamics.theory.kernels import empirical_kernel_total
+from attention_dynamics.theory.limit_kernel import limit_kernel
+from attention_dynamics.theory.trajectory import record_trajectory
 from attention_dynamics.training.descent import DescentConfig, projected_gradient_descent
 from attention_dynamics.training.projection import Radii
 from attention_dynamics.training.recurrent_descent import recurrent_descent
@@ -194,6 +196,60 @@ def test_certified_descent_reports_bounds_over_what_they_bound():
     assert final.U.shape == (6, task.tokens.shape[-1])
 
 
+@pytest.mark.parametrize("ball", [True, False])
+def test_what_certified_reports_is_read_off_the_recorded_run(ball):
+    task = real_task("sunspots", training=16, held=14, ball=ball)
+    model, radii = small_model(task), Radii(0.5, 0.5, 0.5)
+    descent = DescentConfig(12, step_size=0.5, radii=radii)
+    _, found = models.certified(model, task, ball=ball, descent=descent)
+    star = models.comparison_point(model, task, radii, 16 / (2 * 0.5 * 12))
+    run = record_trajectory(model, task.tokens, task.targets, descent, star)
+    bound, active = run.certificate(), run.history["active"]
+    assert found["average_ratio"] == pytest.approx(bound.average / run.average_loss, rel=1e-9)
+    assert found["averaged_ratio"] == pytest.approx(bound.total / run.averaged_loss, rel=1e-9)
+    assert 0 < found["active_steps"] == sum(active > 0) / 12 < active.mean()
+    # G of the chapter on the bounds, with b the longest token outside of the ball
+    b = 1.0 if ball else 1.0001 * float(task.tokens.norm(dim=-1).max())
+    R = model.snapshot().U.norm(dim=1) + 0.5 / math.sqrt(6)
+    C = 1 + 0.5 / math.sqrt(6)
+    G2 = 1 + float((C * (b * b * R).clamp_min(b)).square().mean())
+    loss = float(task.targets.square().mean())
+    assert found["gradient_bound"] == pytest.approx(2 * math.sqrt(G2 * loss))
+
+
+def test_the_limit_kernels_of_both_sides_average_over_the_same_heads():
+    task, query, kernel, held_kernel, error = real_sequences.shared(SMALL)
+    both = torch.cat((task.tokens, task.held_tokens))
+    whole = limit_kernel(
+        both, query=query, generator=generator(0, "real", "kernel", "digits"), points=32,
+        randomisations=2,
+    )  # fmt: skip
+    torch.testing.assert_close(kernel, whole.total[:16, :16])
+    torch.testing.assert_close(held_kernel, whole.total[16:, :16])
+    largest = whole.standard_error[:16, :16].max()
+    assert error == pytest.approx(float(largest / kernel.diagonal().mean()))
+
+
+def test_units_follow_the_rule_from_the_start_that_is_asked_for():
+    task, _, kernel, *_ = real_sequences.shared(SMALL)
+    for init in ("1.5", "0.5"):
+        config = replace(SMALL, recurrent_init=init)
+        found = real_sequences.fit(config, 4)
+        start = paired_units(
+            4, task.tokens.shape[-1], recurrent_init=float(init),
+            generator=generator(4, "real_sequences", "units", 4),
+        ).map(lambda block: block.double())  # fmt: skip
+        assert set(start.u.abs().tolist()) == {float(init)}
+        eta = predictors.largest_step(models.recurrent_kernel(start, task.tokens), 0.25)
+        assert found.quantities["recurrent_step_size"] == pytest.approx(eta)
+        run = recurrent_descent(start, task.tokens, task.targets, step_size=eta, steps=6)
+        values = recurrence.forward(run.final, task.held_tokens)
+        torch.testing.assert_close(found.held["recurrent"], values)
+    alpha = predictors.descent_coefficients(kernel, task.targets, 6, found.quantities["step_size"])
+    left = float((kernel @ alpha - task.targets).square().mean())
+    assert found.quantities["training_kernel"] == pytest.approx(left)
+
+
 def test_recurrent_gradients_against_their_bound():
     task = real_task("sunspots", training=16, held=14)
     start = paired_units(4, 7, recurrent_init=1.5, generator=generator(0, "t")).map(
@@ -227,7 +283,12 @@ def test_rows_are_what_the_predictions_say(name):
     assert values["gap_transformer"] == pytest.approx(
         values["error_transformer"] - values["error_ridge"]
     )
-    assert values["gap_transformer_lower"] <= values["gap_transformer_upper"]
+    for who in ("transformer", "recurrent", "kernel_descent", "kernel_ridge"):
+        gap = (fitted.held[who] - task.held_targets).square()
+        gap -= (fitted.held["ridge"] - task.held_targets).square()
+        low, high = predictors.block_bootstrap(gap, {"sunspots": 12, "co2": 53}.get(name, 1))
+        assert values[f"gap_{who}_lower"] == pytest.approx(low)
+        assert values[f"gap_{who}_upper"] == pytest.approx(high)
     root = np.sqrt([values["error_transformer"], values["error_kernel_descent"]])
     assert abs(root[0] - root[1]) <= values["distance"] + 1e-12
     assert ("wrong_transformer" in values) == (name == "digits")
