@@ -595,3 +595,58 @@ def test_regularisers_are_chosen_on_noisy_data_and_judged_on_clean():
     }
     for name, number in expected.items():
         assert value(rows, name) == pytest.approx(number, rel=1e-5), name
+
+
+def test_the_radius_study_reports_its_largest_distance_and_the_quarter_ball():
+    columns = {
+        "loss_ratio": lambda s: 1 / s, "distance_over_norm": lambda s: s,
+        "first_action": lambda s: 10.0, "first_exit": lambda s: 10.0 + (s > 1),
+    }  # fmt: skip
+    frame = synthetic("radius", columns, (0.25, 1.25))
+    seeds = 1 + 0.01 * np.arange(4)
+    assert without_projection.estimate(frame, "binding_loss").mean == pytest.approx(
+        4 * np.exp(np.log(seeds).mean())
+    )
+    assert without_projection.estimate(frame, "plain_within_norm").mean == pytest.approx(
+        1.25 * seeds.mean()
+    )
+    assert without_projection.estimate(frame, "exit_difference").mean == pytest.approx(1.03)
+
+
+@pytest.mark.parametrize("query", ["fixed", "last"])
+def test_the_certificate_study_runs_free_stopped_stochastic_decayed_and_in_a_quarter(query):
+    config = CONFIGS["certificate"]
+    rows = without_projection.run(config, 6)
+    kind = certificates.Config(
+        query, "tanh", config.case, heads=config.heads, samples=config.samples,
+        length=config.length, dimension=config.dimension, teacher_heads=config.teacher_heads,
+        steps=config.steps,
+    )  # fmt: skip
+    instance = certificates.draw(kind, 6)
+    free, start, eta = (
+        instance._replace(radii=descent.FREE), instance.model.snapshot(), instance.step_size
+    )  # fmt: skip
+    plain = certificates.trajectory(free, kind, 6)
+    reach = max(float(norms.max()) for norms in plain.final.minus(start).block_norms())
+    small = descent.equal_radii(0.25 * reach * math.sqrt(start.heads))
+    inside = ProjectionSet(start, small).project(instance.comparison)
+    runs = {
+        "plain": plain,
+        "stochastic": certificates.trajectory(free, replace(kind, descent="ProjSGD"), 6),
+        "ball": certificates.trajectory(
+            instance._replace(radii=small, comparison=inside), kind, 6
+        ),
+    }  # fmt: skip
+    for name, run in runs.items():
+        bound = run.certificate().average
+        assert value(rows, f"{name}_loss_{query}") == pytest.approx(run.average_loss)
+        assert value(rows, f"{name}_ratio_{query}") == pytest.approx(bound / run.average_loss)
+        assert value(rows, f"{name}_epsilon_{query}") == pytest.approx(run.epsilon)
+    assert runs["ball"].history["active"].sum() > 0
+    spring = descent.decayed_certificate(
+        instance.model, instance.tokens, instance.targets, instance.comparison,
+        step_size=eta, steps=instance.steps, decay=0.1 / eta,
+    )  # fmt: skip
+    assert value(rows, f"decay_ratio_{query}") == pytest.approx(spring.bound / spring.loss)
+    ratios = [some.bound / some.loss for some in descent.prefix_certificates(plain)]
+    assert value(rows, f"stopped_ratio_{query}") == pytest.approx(min(ratios))
