@@ -489,8 +489,19 @@ def test_a_radius_is_measured_in_units_of_the_plain_distance():
     assert value(rows, "first_action") == int(np.flatnonzero(active)[0])
     assert value(rows, "active_share") == active.iloc[-1] / (3 * config.heads)
     path = config.step_size * np.sqrt(plain.history["loss"].iloc[:-1]).sum()
-    far_c = plain.history["distance_c"].max()
-    assert far_c / (2 * path) <= value(rows, "path_ratio") * (1 + 1e-6) <= 1
+    c, U, W = (plain.history[f"distance_{b}"].max() for b in "cUW")
+    root, longest = math.sqrt(config.heads), float(shared.start.block_norms().U.max())
+    C, R = 1 + c / root, longest + U / root
+    speed = max(c, U / C, W / (C * R)) / (2 * path)
+    assert value(rows, "path_ratio") == pytest.approx(speed, rel=1e-5)
+    assert speed <= 1
+    run = descent.descend(
+        shared.objective, shared.start, config.step_size, config.steps, radii=radii
+    )
+    held = shared.held[0]
+    ratio = float(held.loss(run.final)) / float(held.loss(shared.plain.final))
+    assert value(rows, "held_ratio") == pytest.approx(ratio, rel=1e-5)
+    assert value(rows, "norm_ratio") == pytest.approx(run.norm[-1] / shared.plain.norm[-1])
 
 
 def model_and_data(shared):
