@@ -464,3 +464,22 @@ def test_the_kernels_compute_what_the_others_do(name):
 def test_an_activation_is_passed_on():
     problem = memory.problem_of(replace(SMALL, activation="erf"), 0)
     assert problem.sigma is get_activation("erf")
+
+
+def test_the_last_token_asks_and_the_output_is_not_zero():
+    problem = memory.problem_of(replace(SMALL, query="last"), 0)
+    assert torch.equal(problem.query, problem.tokens[:, -1])
+    assert memory.problem_of(SMALL, 0).query.shape == (SMALL.dimension,)
+    assert METHODS["values"].compute(problem).abs().min() > 1e-3  # c is 1, not symmetric
+
+
+def test_a_scale_of_the_logits_is_one_of_the_matrices():
+    X, _, q, (c, U, W), _, sigma = memory.problem_of(SMALL, 0, **DOUBLE)
+    one = state.streamed_summary(X, U, W, q, scale=2.5)
+    for a, b in zip(one, state.streamed_summary(X, U, 2.5 * W, q), strict=True):
+        torch.testing.assert_close(a, b)
+    values = state.streamed_values(
+        memory.problem_of(SMALL, 0, **DOUBLE).heads, X, q, sigma, scale=2.5
+    )
+    pooled = (sigma.value((one.a * U).sum(dim=-1)) * c).sum(dim=-1) * len(c) ** -0.5
+    torch.testing.assert_close(values, pooled)
