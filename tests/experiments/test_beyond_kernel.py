@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.func import functional_call, jacrev
 
+from attention_dynamics.data import generator, query_vector
 from attention_dynamics.experiments import _beyond_kernel_state as state
 from attention_dynamics.experiments import beyond_kernel
 from attention_dynamics.experiments.estimates import select
@@ -330,3 +331,21 @@ def test_an_unknown_estimate_is_refused(smoke):
         beyond_kernel.estimate(smoke, "lazy_width_gap")
     with pytest.raises(ValueError, match="name"):
         beyond_kernel.estimate(smoke, "rich_depth_gap")
+
+
+def test_held_out_sequences_are_new_and_the_sharp_head_has_its_two_norms():
+    made = state.problem_of("test", 3, **PROBLEM)
+    assert not torch.equal(made.held_tokens[:12], made.tokens)
+    head = (
+        query_vector(3, generator=generator(3, "test", role), norm=norm)
+        for role, norm in (("value", 4.0), ("direction", 6.0))
+    )
+    raw = state.sharp_head(made.held_tokens, *head)
+    expected = (raw - raw.mean()) / raw.std(correction=0)
+    torch.testing.assert_close(made.held_targets, expected)
+
+
+def test_the_edge_is_that_of_the_largest_step():
+    frame = synthetic({"rich_step_edge_final": 1.0})
+    frame.loc[frame["step_size"] == 6.0, "value"] *= 3
+    assert beyond_kernel.estimate(frame, "rich_step_edge_final").mean == pytest.approx(3, rel=0.02)
