@@ -88,7 +88,7 @@ class Config:
 
 COLUMNS = columns_of(Config)
 SMALL_RADIUS = 0.3
-r"""Slopes against :math:`\rho` are taken up to here: at m = 64 a head moves by at most 0.04."""
+r"""Slopes against :math:`\rho` are taken up to here, where m = 64 heads move by at most 0.04."""
 
 _RADII = (0.03, 0.1, 0.3, 1.0, 3.0)
 _LENGTHS = (4, 16, 64, 256, 1024, 4096)

@@ -126,13 +126,14 @@ BANDS = {
     "neighbour": Band(0.0, None, "a neighbour reads digits well, few steps do not; sign only"),
     "ball": Band(0.0, None, "short tokens leave attention even and heads linear; sign only"),
 }
-r"""``certificate_least`` and ``gradient_least``: the least ratio of bound over value of all runs,
-its range as the interval. ``slope``: log-log slope in m of the distance between network and kernel
-descent. ``correlation``: of their held out predictions, the mean of the three data sets.
-``constant``: held out error of the Transformer minus that of the constant, the largest of the three
-data sets; ``ridge`` the same against ridge regression. ``neighbour``: share of digits whose parity
-the Transformer gets wrong minus that of the nearest neighbour. ``ball``: log10 of the final
-training loss in the ball over that outside of it, the mean of the three data sets."""
+r"""``certificate_least`` and ``gradient_least`` are the least ratio of bound over value of all
+runs, with its range as the interval; ``slope`` the log-log slope in m of the distance between
+network and kernel descent; ``correlation`` that of their held out predictions, the mean of the
+three data sets; ``constant`` the held out error of the Transformer minus that of the constant, the
+largest of the three data sets; ``ridge`` the same against ridge regression; ``neighbour`` the share
+of digits whose parity the Transformer gets wrong minus that of the nearest neighbour; ``ball``
+log10 of the final training loss in the ball over that outside of it, the mean of the three data
+sets."""
 
 
 class Fit(NamedTuple):

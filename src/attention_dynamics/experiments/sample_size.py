@@ -139,7 +139,7 @@ BANDS = {
     "growth_minus_gaussian_ball": Band(-0.03, 0.03, _CLT),
     "training_loss": Band(-0.05, 0.05, "a bound without n; log n gives 0.1"),
 }
-r"""What each band speaks of, :func:`estimate` computes:
+r"""What each band speaks of, as :func:`estimate` computes it.
 
 - ``power_C``: the exponent p of :math:`m \sim n^p` in case C; ``C_minus_independent`` the same,
   less that of independent samples (``independent_power``);

@@ -163,11 +163,11 @@ BANDS = {
     "depth_each": Band(0.9, 1.1, _ORDER),
     "depth_unpaired": Band(None, 1.0, "a guess: three more kernels add to that of the read-out"),
 }  # fmt: skip
-r"""Log-log slopes in T: ``trend`` of the smallest relative loss, ``extra`` of its ratio to that of
-one layer, ``gradient`` of the largest :math:`\|\nabla f_T\|` after training; by outputs and depth,
-at the paired start, or at four layers for another start. Log-log slopes in the scale of the
-targets, two layers: ``scale_readout`` and ``scale_inner`` of the distances that the layers move,
-``scale_loss`` of the relative change of the final loss by the second layer. ``depth`` is the
+r"""Log-log slopes in T are ``trend`` of the smallest relative loss, ``extra`` of its ratio to that
+of one layer, ``gradient`` of the largest :math:`\|\nabla f_T\|` after training; by outputs and
+depth, at the paired start, or at four layers for another start. Log-log slopes in the scale of the
+targets, with two layers, are ``scale_readout`` and ``scale_inner`` of the distances that the layers
+move, ``scale_loss`` of the relative change of the final loss by the second layer. ``depth`` is the
 geometric mean over T of the loss of four layers over that of one."""
 
 

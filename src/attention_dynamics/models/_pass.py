@@ -24,7 +24,7 @@ from attention_dynamics.validation import (
 )
 
 Query = Tensor | Literal["last"]
-"""A fixed query (d,), one query a sample (n, d), or ``"last"``: the last valid token."""
+"""A fixed query (d,), one query a sample (n, d), or ``"last"``, the last valid token."""
 
 # A handful of float32 arrays of this many elements stay in the cache of a CPU core and below the
 # size from which the allocator gives memory back to the system; smaller blocks pay more for
