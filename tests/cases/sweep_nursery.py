@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,11 +64,23 @@ def run(
     die: int = 0,
     noisy: bool = False,
     log: str = "",
+    yields: str = "",
 ) -> None:
-    """Sweep ``sizes`` x ``seeds`` cells; ``noisy`` numbers differ from process to process."""
+    """Sweep ``sizes`` x ``seeds`` cells; ``noisy`` numbers differ from process to process.
+
+    With ``yields`` another process finishes the "first" or the "last" of the cells before this one.
+    """
+    total = sizes * seeds
+    cells = Path(directory) / "cells"
+    awaited = {"first": iter([1]), "last": iter([0] * (total - 1) + [total])}.get(yields, iter(()))
 
     def compute(config: toy.Config, seed: int, device: str = "cpu") -> Any:
         rows = toy.run(config, seed, device)
+        finished, deadline = next(awaited, 0), time.monotonic() + 20
+        while len(list(cells.glob("*.parquet"))) < finished:
+            if time.monotonic() > deadline:
+                raise TimeoutError("the other process finished no cell")
+            time.sleep(0.001)
         if noisy:
             rows["value"] += 1e-9 * os.getpid()
         if log:
