@@ -32,6 +32,7 @@ from torch import Tensor
 
 from attention_dynamics.models._network import require_per_sample
 from attention_dynamics.models._pass import require_tokens
+from attention_dynamics.models._places import Places
 from attention_dynamics.models.activations import Activation, get_activation
 from attention_dynamics.models.engines import recurrence as engines
 from attention_dynamics.validation import (
@@ -109,6 +110,7 @@ def forward(
     activation: str | Activation = "tanh",
     chunk: int | None = None,
     engine: str = "auto",
+    places: Places | None = None,
     validate: bool = True,
 ) -> Float[Tensor, " n"]:
     r"""
@@ -116,13 +118,13 @@ def forward(
 
     Returns (n,), differentiable by autograd and ``torch.func``; outside of them no more than the
     states of one step are held, whatever T. ``chunk`` is a number of samples handled at once,
-    ``engine`` as in :func:`loss_and_gradients`. Raises ValueError for shapes that do not fit and
-    for NaN or infinite tokens, TypeError for dtypes that do not fit; ``validate=False`` skips
-    these checks.
+    ``engine`` and ``places`` as in :func:`loss_and_gradients`. Raises ValueError for shapes that
+    do not fit and for NaN or infinite tokens, TypeError for dtypes that do not fit;
+    ``validate=False`` skips these checks.
     """
     sigma, tokens, parameters = _prepare(parameters, tokens, activation, chunk, validate)
     run = engines.choose(engine, tokens, sigma, *parameters)
-    return run(parameters, tokens, None, sigma, chunk)[0]
+    return run(parameters, tokens, None, sigma, chunk, places)[0]
 
 
 def loss_and_gradients(
@@ -133,6 +135,7 @@ def loss_and_gradients(
     activation: str | Activation = "tanh",
     chunk: int | None = None,
     engine: str = "auto",
+    places: Places | None = None,
     validate: bool = True,
 ) -> tuple[Float[Tensor, ""], RecurrentParameters]:
     r"""
@@ -141,14 +144,15 @@ def loss_and_gradients(
 
     Returns the loss, 0-d, and the gradients in the shape of the parameters. ``engine`` is
     ``"auto"`` (the C++ kernel for tanh on a CPU, else the closed form on blocks of ``chunk``
-    samples), ``"fused"``, ``"eager"`` or ``"reference"``. Errors are those of :func:`forward`;
-    ``targets`` (n,) must be finite.
+    samples), ``"fused"``, ``"eager"`` or ``"reference"``. ``places`` are those of
+    these tokens, for a caller who looked for them once and takes many steps. Errors are those of
+    :func:`forward`; ``targets`` (n,) must be finite.
     """
     sigma, tokens, parameters = _prepare(parameters, tokens, activation, chunk, validate)
     require_per_sample("targets", targets, tokens, validate)
     targets = targets.to(tokens.dtype)
     run = engines.choose(engine, tokens, sigma, targets, *parameters)
-    values, gradients = run(parameters, tokens, targets, sigma, chunk)
+    values, gradients = run(parameters, tokens, targets, sigma, chunk, places)
     assert gradients is not None
     return (values - targets).square().mean(), RecurrentParameters(*gradients)
 

@@ -2,14 +2,16 @@ r"""The training loss with its data, checked once and then evaluated without che
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attention_dynamics.models._pass import Inputs, prepare
+from attention_dynamics.models._places import Places, find_places
 from attention_dynamics.models.activations import Activation
-from attention_dynamics.models.engines import selection
+from attention_dynamics.models.engines import placed, selection
 from attention_dynamics.models.engines.base import Engine, plainly
 from attention_dynamics.models.parameters import Parameters
 from attention_dynamics.models.shallow import ShallowTransformer
@@ -29,6 +31,7 @@ class Objective:
     Build it with :meth:`of`, which checks the data once and lays them out as an engine reads them:
     contiguous, padding zeroed, the query "last" replaced by the last valid tokens. The engine is
     chosen there too, so parameters have to be plain tensors: autograd is served by ``models``.
+    ``places`` are the tokens split into numbers and places, for the fused kernel, where that pays.
     """
 
     inputs: Inputs
@@ -36,6 +39,7 @@ class Objective:
     activation: Activation
     scale: float
     engine: Engine
+    places: Places | None = None
 
     @classmethod
     def of(
@@ -85,7 +89,14 @@ class Objective:
             tokens.contiguous(), query.contiguous(), None if mask is None else mask.contiguous()
         )
         chosen = selection.choose(engine, inputs, model.heads, targets)
-        return cls(inputs, targets.contiguous(), model.activation, model.scale, chosen)
+        places = None
+        if chosen.name == "fused" and mask is None and model.activation.value is torch.tanh:
+            places = find_places(inputs.tokens, inputs.query)
+            if places is not None and (
+                not places.serve(model.heads) or placed.unavailable(tokens.dtype)
+            ):
+                places = None
+        return cls(inputs, targets.contiguous(), model.activation, model.scale, chosen, places)
 
     @property
     def tokens(self) -> Float[Tensor, "n T d"]:
@@ -100,15 +111,21 @@ class Objective:
     @plainly
     def loss(self, parameters: Parameters) -> Float[Tensor, ""]:
         r""":math:`L_n(\phi)`, 0-d."""
-        values = self.engine.values(self.inputs, parameters, self.activation, self.scale)
+        if self.places is not None:
+            values = placed.values(self.places, parameters, self.scale)
+        else:
+            values = self.engine.values(self.inputs, parameters, self.activation, self.scale)
         return (values - self.targets).square().mean()
 
     @plainly
     def loss_and_gradients(self, parameters: Parameters) -> tuple[Float[Tensor, ""], Parameters]:
         r""":math:`L_n(\phi)` and :math:`\nabla L_n(\phi)` by the closed form."""
-        values, gradients = self.engine.step(
-            self.inputs, parameters, self.activation, self.scale, self.targets
-        )
+        if self.places is not None:
+            values, gradients = placed.step(self.places, parameters, self.scale, self.targets)
+        else:
+            values, gradients = self.engine.step(
+                self.inputs, parameters, self.activation, self.scale, self.targets
+            )
         return (values - self.targets).square().mean(), gradients
 
     def rows(self, index: Tensor | slice) -> Objective:
@@ -126,4 +143,5 @@ class Objective:
             query if query.ndim == 1 else taken(query),
             None if mask is None else taken(mask),
         )
-        return Objective(inputs, taken(self.targets), self.activation, self.scale, self.engine)
+        places = None if self.places is None else self.places.rows(index)
+        return replace(self, inputs=inputs, targets=taken(self.targets), places=places)

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attention_dynamics.models import recurrence
+from attention_dynamics.models._places import find_places
 from attention_dynamics.models.activations import Activation
 from attention_dynamics.models.recurrence import RecurrentParameters
 from attention_dynamics.validation import (
@@ -86,19 +87,23 @@ def recurrent_descent(
     _require_targets("targets", tokens, targets, parameters)
     if validation is not None:
         _require_targets("validation targets", *validation, parameters)
+    places = find_places(tokens)
+    held_places = None if validation is None else find_places(validation[0])
 
     def evaluate(
         phi: RecurrentParameters, checked: bool
     ) -> tuple[list[float], RecurrentParameters]:
         loss, gradients = recurrence.loss_and_gradients(
-            phi, tokens, targets, activation=activation, engine=engine, validate=checked
-        )
+            phi, tokens, targets, activation=activation, engine=engine, places=places,
+            validate=checked,
+        )  # fmt: skip
         numbers = [loss.double()]
         if validation is not None:
             held, wanted = validation
             values = recurrence.forward(
-                phi, held, activation=activation, engine=engine, validate=checked
-            )
+                phi, held, activation=activation, engine=engine, places=held_places,
+                validate=checked,
+            )  # fmt: skip
             numbers.append((values - wanted).square().mean().double())
         norms = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in gradients]
         found = torch.stack([*numbers, *norms]).tolist()

@@ -12,7 +12,8 @@ import torch
 from fused_cases import Case, error, features_by_formula
 
 from attention_dynamics.models import get_activation
-from attention_dynamics.models.engines import fused, native
+from attention_dynamics.models._places import find_places
+from attention_dynamics.models.engines import fused, native, placed
 from attention_dynamics.models.engines.fused import Fused
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
@@ -26,9 +27,11 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "sources" / "answer.cpp").write_text(SOURCE)
     native._attempt.cache_clear()
     fused._kernel.cache_clear()
+    placed._kernel.cache_clear()
     yield tmp_path
     native._attempt.cache_clear()
     fused._kernel.cache_clear()
+    placed._kernel.cache_clear()
 
 
 def answer(place):
@@ -191,6 +194,15 @@ def results():
             single.inputs, single.parameters, sigma, case.scale, single.targets
         )
         yield from (f, *gradients)
+    for dtype in (torch.float64, torch.float32):
+        for m in (3, 40):
+            case = Case(m=m, T=9, d=5, n=70, query="last").cast(dtype)
+            tokens = case.inputs.tokens[:1].repeat(70, 1, 1)
+            tokens[..., 2] = case.inputs.tokens[..., 2]
+            f, gradients = placed.step(
+                find_places(tokens, tokens[:, -1]), case.parameters, 1.0, case.targets
+            )
+            yield from (f, *gradients)
 
 
 @pytest.mark.compiler
@@ -206,16 +218,19 @@ def test_every_width_of_the_vectors_gives_the_same_numbers(place, monkeypatch, b
         monkeypatch.setattr(native, "INSTRUCTION_SETS", {own: flags})
     native._attempt.cache_clear()
     fused._kernel.cache_clear()
+    placed._kernel.cache_clear()
     for one, two in zip(results(), expected, strict=True):
         tolerance = 1e-12 if one.dtype == torch.float64 else 2e-5
         assert error(one.double(), two.double(), 1e-3) < tolerance
-    assert len([name for name in kept(place) if name.startswith("attention")]) == 2
+    for source in ("attention", "placed"):
+        assert len([name for name in kept(place) if name.startswith(source)]) == 2
 
 
 @pytest.mark.compiler
-def test_the_kernel_builds_for_every_instruction_set(place):
+@pytest.mark.parametrize("source", ["attention", "placed"])
+def test_the_kernel_builds_for_every_instruction_set(place, source):
     """What this processor can't run, its compiler can build."""
-    path = os.path.join(os.path.dirname(native.__file__), "attention.cpp")
+    path = os.path.join(os.path.dirname(native.__file__), f"{source}.cpp")
     compiler = native.compiler()
     empty = subprocess.run(
         [compiler, *native.INSTRUCTION_SETS["AVX512"], "-E", "-x", "c++", os.devnull],
@@ -236,4 +251,4 @@ def test_the_kernel_builds_for_every_instruction_set(place):
     ]
     subprocess.run([*command, path, "-o", str(target)], check=True)
     if native.instruction_set() == "AVX512":
-        assert ctypes.CDLL(str(target)).attention_float
+        assert getattr(ctypes.CDLL(str(target)), f"{source}_float")

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention_dynamics.models import ERF, TANH, Activation, IndRNN, indrnn, recurrence
+from attention_dynamics.models._places import find_places
 from attention_dynamics.models.engines import native, selection
 from attention_dynamics.models.engines import recurrence as engines
 from attention_dynamics.models.recurrence import RecurrentParameters
@@ -221,6 +222,12 @@ def test_other_widths_of_vectors(options, monkeypatch, tmp_path):
             _, loss, expected = by_hand(parameters, tokens, targets)
             found = recurrence.loss_and_gradients(parameters, tokens, targets, engine="fused")
             assert_near((found[0], *found[1]), (loss, *expected), 1e-12)
+        tokens[..., 1:] = tokens[:1, :, 1:]
+        _, loss, expected = by_hand(parameters, tokens, targets)
+        found = recurrence.loss_and_gradients(
+            parameters, tokens, targets, engine="fused", places=find_places(tokens)
+        )
+        assert_near((found[0], *found[1]), (loss, *expected), 1e-12)
         assert engines._kernel(8)[1] == 2 * int(options[1][-2:]) // 8
     finally:
         monkeypatch.undo()

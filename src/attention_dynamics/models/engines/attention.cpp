@@ -8,15 +8,14 @@
 // A block of samples goes through all heads, tile by tile; then f is known, and what the block adds
 // to the gradients. Gradients are summed by slices of the batch, and the slices in order: the bits
 // of a result do not depend on the number of threads.
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <exception>
-#include <thread>
 #include <vector>
 
 #include "features.h"
 #include "problem.h"
+#include "slices.h"
 
 template <class S, int BYTES> class Attention : Features<S, BYTES> {
   using Base = Features<S, BYTES>;
@@ -218,18 +217,7 @@ template <class S, int BYTES> class Attention : Features<S, BYTES> {
       q[i] = S(P.scale) * static_cast<const S*>(P.query)[i];
     pack_heads(P.U, d, U), pack_heads(P.c, 1, c), pack_heads(P.C, 1, C);
     pack_heads(P.V, d, direction), pack_queries(P.W, W, LOG2_E), pack_queries(P.Z, Z);
-    std::atomic<long> next{0};
-    auto work = [&](Worker& k) {
-      for (long i; (i = next++) < slices;) slice(i, k);
-    };
-    std::vector<std::thread> others;
-    others.reserve(threads);
-    try {
-      for (long i = 1; i < threads; ++i) others.emplace_back(work, std::ref(workers[i]));
-    } catch (const std::exception&) {  // no thread to be had: this one takes all slices
-    }
-    work(workers[0]);
-    for (std::thread& other : others) other.join();
+    run_slices(slices, workers, [&](long i, Worker& k) { slice(i, k); });
     if (gradients) add_slices();
     if (long(memory.size) > KEPT) memory.release();
   }

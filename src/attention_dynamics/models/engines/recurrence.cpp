@@ -10,11 +10,16 @@
 // needs it. The states are kept for the way back. A sequence too long for the memory allowed is
 // cut, the states at the cuts kept, and the steps between cuts computed once more. Samples are
 // dealt to a fixed number of slices, summed in order: no bit depends on the number of threads.
+//
+// Where x_t is d numbers and P more that are the same in every sample, its place, what the place
+// adds to z_t is formed once a call, and delta_t is summed over the samples before it meets it.
 
 #include <algorithm>
 #include <cstdint>
 #include <exception>
 #include <vector>
+
+#include "recurrent_lanes.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -22,81 +27,17 @@
 static int omp_get_thread_num() { return 0; }
 #endif
 
-#ifdef BYTES  // of a vector: a test asks for more than the processor has
-#elif defined(__AVX512F__)
-#define BYTES 64
-#elif defined(__AVX2__)
-#define BYTES 32
-#else
-#define BYTES 16
-#endif
-
 namespace {
-constexpr int ROWS = BYTES == 64 ? 8 : 4, COLUMNS = 2, CHAINS = ROWS * COLUMNS;  // by registers
-constexpr int GROUP = 8;  // evaluations of tanh that keep both multipliers busy
 constexpr int64_t SLICES = 32, KEPT_BYTES = 4 << 20, SHORTEST_CUT = 64;
-
-// Q is the minimax polynomial of (2^r - 1) / r on |r| <= 1/2, highest power first, to 1.1e-8 and
-// 1.8e-17. A number x + ROUND has round(x) + bias in its low bits, x >= LOWEST = -bias.
-template <class Real> struct Lanes;
-template <> struct Lanes<float> {
-    typedef float V __attribute__((vector_size(BYTES)));
-    typedef uint32_t Bits __attribute__((vector_size(BYTES)));
-    static constexpr int TERMS = 6, MANTISSA = 23;
-    static constexpr float ROUND = 12582912.f + 127.f, LOWEST = -127.f;
-    static constexpr float Q[] = {1.54035316156e-4f, 1.33907355457e-3f, 9.61823745421e-3f,
-                                  5.55035743454e-2f, 0.24022649795f,    0.693147187926f};
-};
-template <> struct Lanes<double> {
-    typedef double V __attribute__((vector_size(BYTES)));
-    typedef uint64_t Bits __attribute__((vector_size(BYTES)));
-    static constexpr int TERMS = 11, MANTISSA = 52;
-    static constexpr double ROUND = 6755399441055744. + 1023., LOWEST = -1023.;
-    static constexpr double Q[] = {
-        4.4455375355511690213e-10, 7.0725621169673249131e-9, 1.0178121302447323307e-7,
-        1.3215442722277882267e-6,  1.5252733701194614884e-5, 1.5403530441483656758e-4,
-        1.333355814653166425e-3,   9.618129107607064039e-3,  5.5504108664821236384e-2,
-        0.24022650695910097891,    0.6931471805599453112};
-};
-template <class Real> using Vector = typename Lanes<Real>::V;
-template <class Real> struct Column {
-    Vector<Real> at[COLUMNS] = {};
-};
-template <class Real> struct Tile {  // chain i: sample i / COLUMNS, vector i % COLUMNS of the units
-    Vector<Real> at[CHAINS] = {};
-};
-template <class Real> using Rows = const Real* [ROWS];
-
-// y = tanh x = -sign(x) e / (e + 2), e = exp(-2|x|) - 1 = 2^k (1 + p) - 1: small in relative error
-// for every x, odd to the last bit, exactly 1 when saturated; a NaN stays. A step is written for
-// the whole GROUP before the next: no processor looks ahead far enough to interleave eight tanh.
-template <class Real> inline void hyperbolic_tangent(const Vector<Real>* x, Vector<Real>* y) {
-    using L = Lanes<Real>;
-    using Bits = typename L::Bits;
-    const Bits sign = (Bits)-Vector<Real>{};
-    Vector<Real> r[GROUP], p[GROUP], power[GROUP], lowest = Vector<Real>{} + L::LOWEST;
-    for (int i = 0; i < GROUP; ++i) {
-        r[i] = (Vector<Real>)((Bits)x[i] | sign) * Real(2.88539008177792681472);  // 2 / log(2)
-        r[i] = lowest > r[i] ? lowest : r[i];
-        power[i] = r[i] + L::ROUND;
-        p[i] = Vector<Real>{} + L::Q[0];
-    }
-    for (int i = 0; i < GROUP; ++i) r[i] -= power[i] - L::ROUND;
-#pragma GCC unroll 16
-    for (int term = 1; term < L::TERMS; ++term)
-        for (int i = 0; i < GROUP; ++i) p[i] = p[i] * r[i] + L::Q[term];
-    for (int i = 0; i < GROUP; ++i) power[i] = (Vector<Real>)((Bits)power[i] << L::MANTISSA);
-    for (int i = 0; i < GROUP; ++i) p[i] = power[i] * (p[i] * r[i]) + (power[i] - Real(1));
-    for (int i = 0; i < GROUP; ++i) r[i] = p[i] / (p[i] + Real(2));
-    for (int i = 0; i < GROUP; ++i)
-        y[i] = (Vector<Real>)(((Bits)r[i] & ~sign) | ((Bits)x[i] & sign));
-}
 
 template <class Real> struct Problem {
     const Real *tokens, *targets;
-    int64_t n, T, d, tiles, cut, cuts;
+    int64_t n, T, d, P, tiles, cut, cuts;
     const Column<Real>* parameters;  // a tile after another: w, one column a coordinate, u, c
-};
+    const Column<Real>* drive;       // w p_t, (tiles, T), or null
+    int64_t width() const { return d + P + 2; }
+    int64_t size() const { return width() + (drive ? T : 0); }  // sums of a tile: those of
+};  // delta_t over the samples follow the gradients
 template <class Real> struct Memory {  // of one thread; back = df/dh
     std::vector<Tile<Real>> states, at_cut, back;  // [tile, step], [tile, cut], [tile]
 };
@@ -106,9 +47,10 @@ template <class Real>
 void forward(const Problem<Real>& p, int64_t tile, const Rows<Real>& x, int64_t first, int64_t last,
              Tile<Real>* h, int64_t stride) {
     const int64_t d = p.d;
-    const Column<Real>*w = p.parameters + tile * (d + 2), &u = w[d];
+    const Column<Real>*w = p.parameters + tile * p.width(), &u = w[d + p.P];
     for (int64_t t = first; t < last; ++t, h += stride) {
         Vector<Real> z[CHAINS] = {};
+        for (int k = 0; p.drive && k < CHAINS; ++k) z[k] = p.drive[tile * p.T + t].at[k % COLUMNS];
         for (int64_t i = 0; i < d; ++i)
             for (int k = 0; k < CHAINS; ++k)
                 z[k] += w[i].at[k % COLUMNS] * x[k / COLUMNS][t * d + i];
@@ -121,14 +63,15 @@ void forward(const Problem<Real>& p, int64_t tile, const Rows<Real>& x, int64_t 
 template <class Real, int K>
 void outer(const Rows<Real>& x, int64_t offset, int64_t steps, int64_t d, const Tile<Real>* delta,
            Column<Real>* dw) {
-    Vector<Real> sum[K * COLUMNS];
-    for (int i = 0; i < K * COLUMNS; ++i) sum[i] = dw[i / COLUMNS].at[i % COLUMNS];
+    constexpr int CHAIN = K > 2 ? 1 : ROWS;  // few sums are waited for, unless each row has its own
+    Vector<Real> sum[CHAIN][K * COLUMNS] = {};
     for (int64_t t = 0; t < steps; ++t)
         for (int row = 0; row < ROWS; ++row)
             for (int i = 0; i < K * COLUMNS; ++i)
-                sum[i] += delta[t].at[row * COLUMNS + i % COLUMNS] *
-                          x[row][offset + t * d + i / COLUMNS];
-    for (int i = 0; i < K * COLUMNS; ++i) dw[i / COLUMNS].at[i % COLUMNS] = sum[i];
+                sum[row % CHAIN][i] += delta[t].at[row * COLUMNS + i % COLUMNS] *
+                                       x[row][offset + t * d + i / COLUMNS];
+    for (const auto& part : sum)
+        for (int i = 0; i < K * COLUMNS; ++i) dw[i / COLUMNS].at[i % COLUMNS] += part[i];
 }
 
 // ``back`` is df/dh after the steps, and before them on return; h[1...] is overwritten by delta.
@@ -137,17 +80,22 @@ template <class Real>
 void backward(const Problem<Real>& p, int64_t tile, const Rows<Real>& x, int64_t first,
               int64_t last, Tile<Real>* h, Tile<Real>& back, Column<Real>* sums) {
     Vector<Real> gradient[CHAINS], sum[COLUMNS] = {};
-    const Column<Real>& u = p.parameters[tile * (p.d + 2) + p.d];
+    const Column<Real>& u = p.parameters[tile * p.width() + p.d + p.P];
     for (int k = 0; k < CHAINS; ++k) gradient[k] = back.at[k];
-    for (int64_t t = last - first; t > 0; --t)
+    for (int64_t t = last - first; t > 0; --t) {
+        Vector<Real> in_drive[COLUMNS] = {};
         for (int k = 0; k < CHAINS; ++k) {
             const auto delta = gradient[k] * (Real(1) - h[t].at[k] * h[t].at[k]);
             h[t].at[k] = delta;
             sum[k % COLUMNS] += delta * h[t - 1].at[k];
+            in_drive[k % COLUMNS] += delta;
             gradient[k] = delta * u.at[k % COLUMNS];
         }
+        for (int k = 0; p.drive && k < COLUMNS; ++k)
+            sums[p.width() + first + t - 1].at[k] += in_drive[k];
+    }
     for (int k = 0; k < CHAINS; ++k) back.at[k] = gradient[k];
-    for (int k = 0; k < COLUMNS; ++k) sums[p.d].at[k] += sum[k];
+    for (int k = 0; k < COLUMNS; ++k) sums[p.d + p.P].at[k] += sum[k];
     constexpr decltype(&outer<Real, 1>) OUTER[] = {outer<Real, 1>, outer<Real, 2>, outer<Real, 3>,
                                                    outer<Real, 4>, outer<Real, 5>, outer<Real, 6>};
     const int64_t parts = (p.d + 5) / 6;
@@ -175,7 +123,7 @@ void block(const Problem<Real>& p, int64_t first, Memory<Real>& memory, Column<R
             forward(p, tile, x, k * p.cut, (k + 1) * p.cut, h, 0);
         }
         forward(p, tile, x, last_cut, p.T, h, stride);
-        const Column<Real> c = p.parameters[tile * (p.d + 2) + p.d + 1];
+        const Column<Real> c = p.parameters[(tile + 1) * p.width() - 1];
         for (int k = 0; k < CHAINS; ++k) f.at[k] += c.at[k % COLUMNS] * h[end].at[k];
     }
     Real g[ROWS] = {};
@@ -190,15 +138,15 @@ void block(const Problem<Real>& p, int64_t first, Memory<Real>& memory, Column<R
     for (int64_t k = p.cuts - 1; k >= 0; --k)
         for (int64_t tile = 0; tile < p.tiles; ++tile) {
             Tile<Real>*h = &memory.states[tile * size], &back = memory.back[tile];
-            Column<Real>* sum = sums + tile * (p.d + 2);
+            Column<Real>* sum = sums + tile * p.size();
             const int64_t start = k * p.cut, stop = std::min(start + p.cut, p.T);
             if (k < p.cuts - 1) {
                 h[0] = memory.at_cut[tile * p.cuts + k];
                 forward(p, tile, x, start, stop, h, 1);
             }
             for (int i = 0; i < CHAINS && k == p.cuts - 1; ++i) {
-                sum[p.d + 1].at[i % COLUMNS] += g[i / COLUMNS] * h[end].at[i];
-                const auto c = p.parameters[tile * (p.d + 2) + p.d + 1].at[i % COLUMNS];
+                sum[p.width() - 1].at[i % COLUMNS] += g[i / COLUMNS] * h[end].at[i];
+                const auto c = p.parameters[(tile + 1) * p.width() - 1].at[i % COLUMNS];
                 back.at[i] = g[i / COLUMNS] * c;
             }
             backward(p, tile, x, start, stop, h, back, sum);
@@ -206,28 +154,46 @@ void block(const Problem<Real>& p, int64_t first, Memory<Real>& memory, Column<R
 }
 
 template <class Real>
-int run(const void* parameters, const void* tokens, const void* targets, int64_t n, int64_t T,
-        int64_t d, int64_t tiles, int threads, void* values, void* gradients) try {
+int run(const void* parameters, const void* tokens, const void* places, const void* targets,
+        int64_t n, int64_t T, int64_t d, int64_t P, int64_t tiles, int threads, void* values,
+        void* gradients) try {
     const int64_t fits = std::max<int64_t>(SHORTEST_CUT, KEPT_BYTES / (tiles * sizeof(Tile<Real>)));
     const int64_t cut = targets ? std::min(T, fits) : T, cuts = (T + cut - 1) / cut;
-    const Problem<Real> p{(const Real*)tokens, (const Real*)targets, n, T, d, tiles, cut, cuts,
-                          (const Column<Real>*)parameters};
+    std::vector<Column<Real>> drive(P ? tiles * T : 0);
+    const Problem<Real> p{(const Real*)tokens, (const Real*)targets, n, T, d, P, tiles, cut, cuts,
+                          (const Column<Real>*)parameters, P ? drive.data() : nullptr};
+    const int64_t width = p.width(), size = tiles * p.size();
+    const Real* place = (const Real*)places;
+    // f(tile and step, coordinate of the place, column, number)
+    const auto over_places = [&](auto&& f) {
+        for (int64_t i = 0; i < int64_t(drive.size()); ++i)
+            for (int64_t l = 0; l < P; ++l)
+                for (int k = 0; k < COLUMNS; ++k) f(i / T, i % T, d + l, k, place[i % T * P + l]);
+    };
+    over_places([&](int64_t tile, int64_t t, int64_t row, int k, Real number) {
+        drive[tile * T + t].at[k] += p.parameters[tile * width + row].at[k] * number;
+    });
     const int64_t blocks = (n + ROWS - 1) / ROWS, slices = std::min(SLICES, blocks);
     const int workers = int(std::max<int64_t>(1, std::min<int64_t>(threads, slices)));
     std::vector<Memory<Real>> memory(workers);
     for (auto& [states, at_cut, back] : memory)
         states.resize(tiles * (targets ? cut + 1 : 1)), at_cut.resize(tiles * cuts),
             back.resize(tiles);
-    const int64_t size = tiles * (d + 2);
     std::vector<Column<Real>> sums(targets ? slices * size : 0);
 #pragma omp parallel for num_threads(workers) schedule(dynamic)
     for (int64_t slice = 0; slice < slices; ++slice)
         for (int64_t k = slice * blocks / slices; k < (slice + 1) * blocks / slices; ++k)
             block(p, k * ROWS, memory[omp_get_thread_num()], sums.data() + slice * size,
                   (Real*)values);
+    if (!targets) return 0;
     for (int64_t i = size; i < int64_t(sums.size()); ++i)
         for (int col = 0; col < COLUMNS; ++col) sums[i % size].at[col] += sums[i].at[col];
-    if (targets) std::copy_n(sums.data(), size, (Column<Real>*)gradients);
+    over_places([&](int64_t tile, int64_t t, int64_t row, int k, Real number) {
+        Column<Real>* of = sums.data() + tile * p.size();
+        of[row].at[k] += of[width + t].at[k] * number;
+    });
+    for (int64_t tile = 0; tile < tiles; ++tile)
+        std::copy_n(&sums[tile * p.size()], width, (Column<Real>*)gradients + tile * width);
     return 0;
 } catch (const std::exception&) {  // no memory, or more than there can be
     return 1;
@@ -238,12 +204,13 @@ int run(const void* parameters, const void* tokens, const void* targets, int64_t
 extern "C" {
 int recurrence_units(int bytes) { return COLUMNS * BYTES / bytes; }  // of a tile
 
-// parameters, gradients: (tiles, d + 2, units), 64-byte aligned, lanes past the last unit zero.
-// tokens (n, T, d); targets (n), or null for values (n) alone. 1 when memory ran out, else 0.
-int recurrence(int bytes, const void* parameters, const void* tokens, const void* targets,
-               int64_t n, int64_t T, int64_t d, int64_t tiles, int threads, void* values,
-               void* gradients) {
-    return (bytes == 4 ? run<float> : run<double>)(parameters, tokens, targets, n, T, d, tiles,
-                                                   threads, values, gradients);
+// parameters, gradients: (tiles, d + P + 2, units), 64-byte aligned, lanes past the last unit zero.
+// tokens (n, T, d); places (T, P); targets (n), or null for values (n) alone. 1 when memory ran
+// out, else 0.
+int recurrence(int bytes, const void* parameters, const void* tokens, const void* places,
+               const void* targets, int64_t n, int64_t T, int64_t d, int64_t P, int64_t tiles,
+               int threads, void* values, void* gradients) {
+    return (bytes == 4 ? run<float> : run<double>)(parameters, tokens, places, targets, n, T, d, P,
+                                                   tiles, threads, values, gradients);
 }
 }

@@ -16,6 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from attention_dynamics.models._places import Places
 from attention_dynamics.models.activations import Activation
 from attention_dynamics.models.engines import native, selection
 from attention_dynamics.models.engines.base import plainly
@@ -24,7 +25,7 @@ Blocks = tuple[Tensor, Tensor, Tensor]
 """One tensor each for w, u and c."""
 Answer = tuple[Tensor, Blocks | None]
 """Values, and gradients where targets were given."""
-Engine = Callable[[Blocks, Tensor, Tensor | None, Activation, int | None], Answer]
+Engine = Callable[[Blocks, Tensor, Tensor | None, Activation, int | None, Places | None], Answer]
 
 # Elements b T m of a block of b samples on a CPU, by measurement: below, the calls of 4 T small
 # operations cost more than they do; above, the arrays leave the cache.
@@ -41,6 +42,7 @@ def reference(
     targets: Tensor | None,
     sigma: Activation,
     chunk: int | None = None,
+    places: Places | None = None,
 ) -> Answer:
     """By automatic differentiation of the formula; all samples at once."""
     if targets is None:
@@ -73,6 +75,7 @@ def eager(
     targets: Tensor | None,
     sigma: Activation,
     chunk: int | None = None,
+    places: Places | None = None,
 ) -> Answer:
     """In closed form on blocks of samples; without targets no more than one state is held."""
     w, u, c = parameters
@@ -137,12 +140,21 @@ def fused(
     targets: Tensor | None,
     sigma: Activation,
     chunk: int | None = None,
+    places: Places | None = None,
 ) -> Answer:
-    """By ``recurrence.cpp``: the same bits for any number of threads, states kept up to 4 MiB."""
+    """By ``recurrence.cpp``: the same bits for any number of threads, states kept up to 4 MiB.
+
+    ``places`` are those of the tokens; with them a token costs as much as its own numbers.
+    """
     w, u, c = parameters
     (units, dimension), (samples, length, _) = w.shape, tokens.shape
     _require_memory(tokens, dimension, targets)
     run, lanes = _kernel(tokens.itemsize)
+    table, shared = None, 0
+    if places is not None and places.serve(units):
+        tokens, order = places.values, places.order()
+        w, shared = w[:, order], dimension - tokens.shape[-1]
+        table = places.places[:, order[tokens.shape[-1] :]].contiguous()
     tiles = -(-units // lanes)
     rows = tokens.new_zeros(dimension + 2, tiles * lanes)
     rows[:dimension, :units] = w.mT
@@ -154,7 +166,9 @@ def fused(
     wanted = None if targets is None else targets.contiguous()
     if run(
         tokens.itemsize, packed.data_ptr(), tokens.data_ptr(),
-        None if wanted is None else wanted.data_ptr(), samples, length, dimension, tiles,
+        None if table is None else table.data_ptr(),
+        None if wanted is None else wanted.data_ptr(), samples, length, tokens.shape[-1], shared,
+        tiles,
         torch.get_num_threads(), values.data_ptr(), sums.data_ptr(),
     ):  # fmt: skip
         raise MemoryError(
@@ -165,7 +179,10 @@ def fused(
         return values, None
     rows = sums.transpose(0, 1).reshape(dimension + 2, tiles * lanes)[:, :units]
     in_c = rows[dimension + 1] * units**-0.5
-    return values, (rows[:dimension].mT.contiguous(), rows[dimension].clone(), in_c)
+    in_w = rows[:dimension].mT.contiguous()
+    if table is not None:
+        in_w[:, order] = in_w.clone()
+    return values, (in_w, rows[dimension].clone(), in_c)
 
 
 def _require_memory(tokens: Tensor, dimension: int, targets: Tensor | None) -> None:
@@ -187,7 +204,7 @@ def _kernel(size: int) -> tuple[Callable[..., int], int]:
     """Return the compiled function, and the units of a tile for numbers of ``size`` bytes."""
     library = native.library("recurrence.cpp")
     library.recurrence.argtypes = (
-        ctypes.c_int, *[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 4, ctypes.c_int,
+        ctypes.c_int, *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 5, ctypes.c_int,
         *[ctypes.c_void_p] * 2,
     )  # fmt: skip
     return library.recurrence, library.recurrence_units(size)
