@@ -32,9 +32,9 @@ from torch import Tensor
 
 from attention_dynamics.models._network import require_per_sample
 from attention_dynamics.models._pass import require_tokens
-from attention_dynamics.models._places import Places
 from attention_dynamics.models.activations import Activation, get_activation
 from attention_dynamics.models.engines import recurrence as engines
+from attention_dynamics.models.places import Places
 from attention_dynamics.validation import (
     require_finite,
     require_floating,

@@ -9,11 +9,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attention_dynamics.models._pass import Inputs, prepare
-from attention_dynamics.models._places import Places, find_places
 from attention_dynamics.models.activations import Activation
 from attention_dynamics.models.engines import placed, selection
 from attention_dynamics.models.engines.base import Engine, plainly
 from attention_dynamics.models.parameters import Parameters
+from attention_dynamics.models.places import Places, find_places
 from attention_dynamics.models.shallow import ShallowTransformer
 from attention_dynamics.validation import (
     HALF_PRECISION,

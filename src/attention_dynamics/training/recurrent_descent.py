@@ -18,8 +18,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attention_dynamics.models import recurrence
-from attention_dynamics.models._places import find_places
 from attention_dynamics.models.activations import Activation
+from attention_dynamics.models.places import find_places
 from attention_dynamics.models.recurrence import RecurrentParameters
 from attention_dynamics.validation import (
     require_finite,

@@ -12,9 +12,9 @@ import torch
 from fused_cases import Case, error, features_by_formula
 
 from attention_dynamics.models import get_activation
-from attention_dynamics.models._places import find_places
 from attention_dynamics.models.engines import fused, native, placed
 from attention_dynamics.models.engines.fused import Fused
+from attention_dynamics.models.places import find_places
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from attention_dynamics.data import autoregressive_task, generator
 from attention_dynamics.models import ShallowTransformer, recurrence, symmetric_initialisation
 from attention_dynamics.models._pass import Inputs
-from attention_dynamics.models._places import MOST_KEPT, find_places
 from attention_dynamics.models.activations import get_activation
 from attention_dynamics.models.engines import native, placed
 from attention_dynamics.models.engines.reference import Reference
 from attention_dynamics.models.parameters import Parameters, independent_initialisation
+from attention_dynamics.models.places import MOST_KEPT, find_places
 from attention_dynamics.models.recurrence import RecurrentParameters
 from attention_dynamics.training import Objective
 from attention_dynamics.training.descent import DescentConfig, projected_gradient_descent
@@ -53,7 +53,7 @@ def test_numbers_and_places_make_up_the_tokens(own):
     whole[..., found.own] = found.values
     assert torch.equal(whole, tokens)
     query = found.query.expand(7, -1).clone()
-    query[:, found.own] = found.kappa
+    query[:, found.own] = found.zeta
     assert torch.equal(query, tokens[:, -1])
     assert found.order().tolist() == own + [i for i in range(5) if i not in own]
 
@@ -61,7 +61,7 @@ def test_numbers_and_places_make_up_the_tokens(own):
 def test_a_query_for_all_samples_stays_whole():
     tokens, q = split_tokens(4, 3, 5, [2]), torch.arange(5.0, dtype=torch.float64)
     found = find_places(tokens, q)
-    assert found.kappa is None
+    assert found.zeta is None
     assert torch.equal(found.query, q)
     assert find_places(tokens).query is None
 
@@ -72,7 +72,7 @@ def test_a_subset_of_the_samples_is_the_split_of_the_subset():
     for index in (slice(2, 7), torch.tensor([8, 0, 0, 5])):
         part = found.rows(index)
         assert torch.equal(part.values, found.values[index])
-        assert torch.equal(part.kappa, found.kappa[index])
+        assert torch.equal(part.zeta, found.zeta[index])
         assert part.values.is_contiguous()
 
 

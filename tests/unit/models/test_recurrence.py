@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention_dynamics.models import ERF, TANH, Activation, IndRNN, indrnn, recurrence
-from attention_dynamics.models._places import find_places
 from attention_dynamics.models.engines import native, selection
 from attention_dynamics.models.engines import recurrence as engines
+from attention_dynamics.models.places import find_places
 from attention_dynamics.models.recurrence import RecurrentParameters
 
 ENGINES = ("reference", "eager", "fused")

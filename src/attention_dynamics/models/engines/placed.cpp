@@ -1,14 +1,14 @@
 // Attention over tokens of which all coordinates but E are a place, the same in every sample:
 //
-//     x_jt = I z_jt + p_t,  q_j = q + I kappa_j     (I puts E numbers into their coordinates).
+//     x_jt = I z_jt + p_t,  q_j = q + I zeta_j     (I puts E numbers into their coordinates).
 //
 // With Y = gamma W the logits and scores of a head are those of E coordinates and of tables that
 // know no sample; their gradients in the tables are sums of weights over the samples:
 //
-//     l_jt = w_j . z_jt + P^0_t + sum_k kappa_jk P^k_t,    w_j = I^T Y q_j,
+//     l_jt = w_j . z_jt + P^0_t + sum_k zeta_jk P^k_t,    w_j = I^T Y q_j,
 //     P^0_t = p_t . Y q,   P^k_t = p_t . Y I_k,            s_jt = I^T U . z_jt + p_t . U,
 //     dL/dU = sum_t p_t G_t + I sum_jt alpha_j z_jt,       alpha = weights times g_j c tanh'(s_j),
-//     G_t = sum_j alpha_jt,   H^k_t = sum_j kappa_jk alpha_jt (s_jt - s_j),   kappa_j0 = 1.
+//     G_t = sum_j alpha_jt,   H^k_t = sum_j zeta_jk alpha_jt (s_jt - s_j),   zeta_j0 = 1.
 //
 // Lanes, blocks and slices are those of attention.cpp; a block keeps its weights until f is known.
 #include <cmath>
@@ -21,9 +21,9 @@
 #include "slices.h"
 
 struct PlacedProblem {  // the same fields in the same order as in placed.py
-  int64_t n, T, d, m, E, own_query, threads;  // own_query: kappa = z of the query, else kappa = 0
+  int64_t n, T, d, m, E, own_query, threads;  // own_query: zeta = z of the query, else zeta = 0
   double scale;
-  const void *values, *places, *kappa, *query;  // (n, T, E), (T, d), (n, E), (d,)
+  const void *values, *places, *zeta, *query;  // (n, T, E), (T, d), (n, E), (d,)
   const int64_t* own;                           // (E,), the coordinates of z
   const void *U, *W, *c, *targets;              // targets are null where only f is wanted
   void *f, *grad_c, *grad_U, *grad_W;
@@ -66,7 +66,7 @@ template <class S, int BYTES, int E, int K> class Placed : Lanes<S, BYTES> {
   }
 
   const S* z(long j) const { return static_cast<const S*>(P.values) + j * T * E; }
-  S kappa(long j, int k) const { return k ? static_cast<const S*>(P.kappa)[j * E + k - 1] : S(1); }
+  S zeta(long j, int k) const { return k ? static_cast<const S*>(P.zeta)[j * E + k - 1] : S(1); }
   S query(long l) const { return static_cast<const S*>(P.query)[l]; }
   // Of each head U, Y q and the columns Y I_k, in the units of the logits: what tokens meet.
   void prepare() const {
@@ -99,14 +99,14 @@ template <class S, int BYTES, int E, int K> class Placed : Lanes<S, BYTES> {
     for (int i = 0; i < C; ++i) {
       for (int e = 0; e < E; ++e) {
         w[i][e] = A[E + e];
-        for (int k = 1; k < K; ++k) w[i][e] += kappa(j + i, k) * A[(k + 1) * E + e];
+        for (int k = 1; k < K; ++k) w[i][e] += zeta(j + i, k) * A[(k + 1) * E + e];
       }
       top[i] = V{} - std::numeric_limits<S>::infinity();
     }
     for (long t = 0; t < T; ++t)
       for (int i = 0; i < C; ++i) {
         V l = rows[t * ROW + 1];
-        for (int k = 1; k < K; ++k) l += kappa(j + i, k) * rows[t * ROW + k + 1];
+        for (int k = 1; k < K; ++k) l += zeta(j + i, k) * rows[t * ROW + k + 1];
         for (int e = 0; e < E; ++e) l += w[i][e] * z(j + i)[t * E + e];
         to[i * T + t] = l, top[i] = larger(l, top[i]);
       }
@@ -136,7 +136,7 @@ template <class S, int BYTES, int E, int K> class Placed : Lanes<S, BYTES> {
         const V alpha = factor[i] * weights[i * T + t];
         const V beta = alpha * (score(A, rows, j + i, t) - s[i]);
         in[0] += alpha, in[1] += beta;
-        for (int k = 1; k < K; ++k) in[k + 1] += kappa(j + i, k) * beta;
+        for (int k = 1; k < K; ++k) in[k + 1] += zeta(j + i, k) * beta;
         for (int e = 0; e < E; ++e) {
           const S number = z(j + i)[t * E + e];
           in_U[e] += number * alpha, in_w[i][e] += number * beta;
@@ -148,7 +148,7 @@ template <class S, int BYTES, int E, int K> class Placed : Lanes<S, BYTES> {
     for (int i = 0; i < C; ++i)
       for (int k = 0; k < K; ++k)
         for (int e = 0; e < E; ++e)
-          part.own[tile * OWN + (k + 1) * E + e] += kappa(j + i, k) * in_w[i][e];
+          part.own[tile * OWN + (k + 1) * E + e] += zeta(j + i, k) * in_w[i][e];
   }
 
   void slice(long index, Worker& k) {

@@ -13,13 +13,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attention_dynamics.models._places import Places
 from attention_dynamics.models.engines import native
 from attention_dynamics.models.parameters import Parameters
+from attention_dynamics.models.places import Places
 
 _INTEGERS = ("n", "T", "d", "m", "E", "own_query", "threads")
 _ARRAYS = (
-    *("values", "places", "kappa", "query", "own", "U", "W", "c", "targets"),
+    *("values", "places", "zeta", "query", "own", "U", "W", "c", "targets"),
     *("f", "grad_c", "grad_U", "grad_W"),
 )
 
@@ -70,8 +70,8 @@ def _call(
         "values": places.values, "places": places.places, "query": places.query,
         "own": places.own, **parameters._asdict(), "f": f, **more,
     }  # fmt: skip
-    if places.kappa is not None:
-        arrays["kappa"] = places.kappa
+    if places.zeta is not None:
+        arrays["zeta"] = places.zeta
     shapes = {
         "places": (length, dimension), "query": (dimension,), "c": (heads,),
         "W": (heads, dimension, dimension), "targets": (samples,),
@@ -86,7 +86,7 @@ def _call(
             )
     arrays = {name: array.contiguous() for name, array in arrays.items()}
     problem = _Problem(
-        samples, length, dimension, heads, own, places.kappa is not None,
+        samples, length, dimension, heads, own, places.zeta is not None,
         torch.get_num_threads(), scale,
         **{name: array.data_ptr() for name, array in arrays.items()},
     )  # fmt: skip

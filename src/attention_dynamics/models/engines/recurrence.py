@@ -16,10 +16,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from attention_dynamics.models._places import Places
 from attention_dynamics.models.activations import Activation
 from attention_dynamics.models.engines import native, selection
 from attention_dynamics.models.engines.base import plainly
+from attention_dynamics.models.places import Places
 
 Blocks = tuple[Tensor, Tensor, Tensor]
 """One tensor each for w, u and c."""

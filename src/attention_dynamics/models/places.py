@@ -1,6 +1,6 @@
 r"""Tokens of which most coordinates say only where in the sequence a token stands.
 
-.. math:: x_{jt} = I z_{jt} + p_t, \qquad q_j = q + I \kappa_j,
+.. math:: x_{jt} = I z_{jt} + p_t, \qquad q_j = q + I \zeta_j,
 
 where I puts :math:`e` numbers into the coordinates in which samples differ. All else is the same in
 every sample: it is projected on a head once a call, and not once a sample. The reduction is exact.
@@ -22,17 +22,17 @@ MOST_KEPT = 2**16
 
 class Places(NamedTuple):
     r"""
-    .. math:: x_{jt} = I z_{jt} + p_t, \qquad q_j = q + I \kappa_j.
+    .. math:: x_{jt} = I z_{jt} + p_t, \qquad q_j = q + I \zeta_j.
 
     ``own`` are the coordinates of z; ``values`` z (n, T, e); ``places`` p (T, d), 0 in the own
-    coordinates. ``kappa`` (n, e) and ``query`` q (d,) are None without a query; ``kappa`` alone is
+    coordinates. ``zeta`` (n, e) and ``query`` q (d,) are None without a query; ``zeta`` alone is
     None where one query serves all samples.
     """
 
     own: Int[Tensor, " e"]
     values: Float[Tensor, "n T e"]
     places: Float[Tensor, "T d"]
-    kappa: Float[Tensor, "n e"] | None
+    zeta: Float[Tensor, "n e"] | None
     query: Float[Tensor, " d"] | None
 
     def serve(self, heads: int) -> bool:
@@ -47,8 +47,8 @@ class Places(NamedTuple):
 
     def rows(self, index: Tensor | slice) -> Places:
         """The samples ``index``; it need not be the coarsest split of these alone."""
-        kappa = None if self.kappa is None else self.kappa[index].contiguous()
-        return self._replace(values=self.values[index].contiguous(), kappa=kappa)
+        zeta = None if self.zeta is None else self.zeta[index].contiguous()
+        return self._replace(values=self.values[index].contiguous(), zeta=zeta)
 
 
 def find_places(
@@ -70,10 +70,10 @@ def find_places(
     own = differs.nonzero()[:, 0]
     if not 0 < len(own) <= MOST_OWN or dimension - len(own) < LEAST_SHARED:
         return None
-    kappa = None
+    zeta = None
     if query is not None and query.ndim == 2:
         if bool((query != query[:1])[:, ~differs].any()):
             return None
-        kappa, query = query[:, own].contiguous(), query[0].masked_fill(differs, 0)
+        zeta, query = query[:, own].contiguous(), query[0].masked_fill(differs, 0)
     places = tokens[0].masked_fill(differs, 0)
-    return Places(own, tokens[..., own].contiguous(), places, kappa, query)
+    return Places(own, tokens[..., own].contiguous(), places, zeta, query)
