@@ -4,7 +4,8 @@ Seeds are run in two processes of one thread each. The cost of every part is mea
 another process computes the same, so that what two busy cores take from each other is counted.
 
 - width: 6 widths x 10 seeds x 4000 projected steps, n = 4000 + 1000, T = 16, d = 8;
-- autoregression: 4 lengths x 20 seeds x 5000 steps for each of Transformer and IndRNN, d = 17;
+- autoregression: 4 lengths x 20 seeds x 5000 steps for each of Transformer and IndRNN, d = 17,
+  on the windows of the experiment, whose tokens are a value and 16 features of its place;
 - 10 teachers of 8192 heads on 5000 samples;
 - linearisation: 6 widths x 10 seeds, 8 random directions and one adversary.
 """
@@ -16,16 +17,19 @@ import time
 
 import torch
 
-from attention_dynamics.data import generator
+from attention_dynamics.data import autoregressive_task, generator
 from attention_dynamics.models.indrnn import IndRNN
+from attention_dynamics.models.parameters import symmetric_initialisation
 from attention_dynamics.theory.linearisation import (
     adversarial_perturbation,
     linearisation_error,
     random_perturbation,
 )
 from attention_dynamics.training import Radii
-from benchmarks.instances import instance
-from benchmarks.recurrence import LENGTHS, our_training
+from attention_dynamics.training.recurrent_descent import recurrent_descent
+from benchmarks.instances import HELD_OUT, Instance, instance
+from benchmarks.plain import Data
+from benchmarks.recurrence import LENGTHS, STEP_SIZE
 from benchmarks.table import Case, Point, Row, Settings
 from benchmarks.teacher import our_teacher
 from benchmarks.timing import Side
@@ -90,20 +94,33 @@ def costs(quick: bool) -> dict[str, float]:
         steps = 2 if quick else max(10, 2560 // m)
         found[f"width m={m}"] = _seconds(lambda: our_descent(problem, steps)) / (steps + 1)  # noqa: B023
     for T in lengths:
-        problem = instance(17, T, 64, n)
+        windows = forecasts(T, n)
         steps = 2 if quick else 20
-        found[f"AR T={T}"] = _seconds(lambda: our_descent(problem, steps)) / (steps + 1)  # noqa: B023
+        found[f"AR T={T}"] = _seconds(lambda: our_descent(windows, steps)) / (steps + 1)  # noqa: B023
         model = IndRNN(
             64, 17, recurrent_init=1.5, generator=generator(0, "benchmarks", "recurrence")
         )
-        start = model.snapshot()
-        run = lambda: our_training(start, problem.data, steps)  # noqa: B023, E731
+        data, start = windows.data, model.snapshot()
+        run = lambda: recurrent_descent(  # noqa: E731
+            start, data.tokens, data.targets, steps=steps, step_size=STEP_SIZE,  # noqa: B023
+            validation=(data.held_tokens, data.held_targets),  # noqa: B023
+        )  # fmt: skip
         found[f"IndRNN T={T}"] = _seconds(run) / (steps + 1)
     found["teacher"] = _seconds(our_teacher(64 if quick else 8192, 16 if quick else 5000))
     for m in widths:
         found[f"linearisation m={m}"] = _seconds(lambda: _linearisation(m, n))  # noqa: B023
     found["share"] = sum(_SPENT[::2]) / sum(_SPENT[1::2])
     return found
+
+
+def forecasts(T: int, n: int) -> Instance:
+    """The windows of the autoregressive experiment at lag T - 1: a value and its place a token."""
+    task = autoregressive_task(T - 1, round(n / (1 - HELD_OUT)), seed=0, split="time")
+    data = Data(task.tokens, task.targets, task.held_tokens, task.held_targets)
+    stream = generator(0, "benchmarks", "student")
+    return Instance(
+        data, "last", symmetric_initialisation(64, data.tokens.shape[-1], generator=stream)
+    )
 
 
 def _total(seconds: dict[str, float], part: str) -> float:
