@@ -54,6 +54,7 @@ def test_a_reader_moves_the_sliders_of_the_chapter(
         assert box["x"] + box["width"] <= size[0]
         assert explorer.evaluate("e => getComputedStyle(e).colorScheme") == theme
         assert explorer.evaluate("e => e.parentElement.scrollWidth <= e.parentElement.clientWidth")
-        assert faults + asked == []
+        # the icon of the tab is asked for by the browser, at a time of its own
+        assert faults + [url for url in asked if not url.endswith("favicon.svg")] == []
     finally:
         context.close()
