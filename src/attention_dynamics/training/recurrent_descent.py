@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attention_dynamics.models import recurrence
+from attention_dynamics.models._pass import require_tokens
 from attention_dynamics.models.activations import Activation
 from attention_dynamics.models.places import find_places
 from attention_dynamics.models.recurrence import RecurrentParameters
@@ -87,6 +88,8 @@ def recurrent_descent(
     _require_targets("targets", tokens, targets, parameters)
     if validation is not None:
         _require_targets("validation targets", *validation, parameters)
+    for data in (tokens, *([] if validation is None else validation[:1])):
+        require_tokens(data, parameters.dimension)
     places = find_places(tokens)
     held_places = None if validation is None else find_places(validation[0])
 

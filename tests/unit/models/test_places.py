@@ -271,3 +271,12 @@ def test_a_recurrent_descent_finds_the_places(monkeypatch):
     ]  # fmt: skip
     assert all(places is not None for places in seen)
     assert relative(*ends) < 1e-10
+
+
+@pytest.mark.parametrize("side", ["tokens", "validation"])
+def test_tokens_of_another_shape_are_refused_by_name(side):
+    tokens, y = split_tokens(4, 3, 5, [0]), torch.ones(4, dtype=torch.float64)
+    whole, flat = (tokens, y), (tokens[:, 0], y)
+    (data, targets), held = (flat, whole) if side == "tokens" else (whole, flat)
+    with pytest.raises(ValueError, match="tokens: expected shape"):
+        recurrent_descent(units(6, 5, 0.5), data, targets, steps=1, step_size=0.1, validation=held)
