@@ -444,6 +444,19 @@ def test_views_take_pages_that_are_no_bytes_of_theirs():
     assert 400 < pages / len(steps) < 800
 
 
+def test_a_peak_before_the_computation_is_forgotten():
+    once_large = "[__import__('torch').ones(2**25), lambda: None][1]"
+    assert meter.resident_bytes(eval, once_large) < 2**23
+
+
+def test_what_was_freed_before_does_not_hide_what_is_taken():
+    # The pin lies above the freed blocks, so that they do not go back to the system by themselves.
+    make = "lambda: [bytes(2000) for _ in range(50_000)]"
+    hole = "lambda blocks, pin: [blocks.clear(), lambda: (make(), pin)][1]"
+    again = f"(lambda make: ({hole})(make(), bytes(5000)))({make})"
+    assert meter.resident_bytes(eval, again) == pytest.approx(50_000 * 2048, rel=0.1)
+
+
 def test_where_the_peak_cannot_be_reset_the_error_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(meter, "_RESET", tmp_path / "none" / "clear_refs")
     with pytest.raises(RuntimeError, match=r"needs Linux.*use peak_bytes"):
