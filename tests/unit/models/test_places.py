@@ -9,7 +9,7 @@ from attention_dynamics.data import autoregressive_task, generator
 from attention_dynamics.models import ShallowTransformer, recurrence, symmetric_initialisation
 from attention_dynamics.models._pass import Inputs
 from attention_dynamics.models.activations import get_activation
-from attention_dynamics.models.engines import native, placed
+from attention_dynamics.models.engines import native, placed, selection
 from attention_dynamics.models.engines.reference import Reference
 from attention_dynamics.models.parameters import Parameters, independent_initialisation
 from attention_dynamics.models.places import MOST_KEPT, find_places
@@ -195,10 +195,14 @@ def test_what_the_kernel_does_not_serve_takes_the_whole_tokens(monkeypatch):
     tokens, y = split_tokens(3, 8, 5, [1]), torch.ones(3, dtype=torch.float64)
     heads, mask = some_parameters(4, 5), torch.ones(3, 8, dtype=torch.bool)
 
-    def objective(mask=None, **kwargs):
-        return Objective.of(ShallowTransformer(heads, query="last", **kwargs), tokens, y, mask)
+    monkeypatch.delenv(selection.ENVIRONMENT, raising=False)  # "auto" is what is tested here
+
+    def objective(mask=None, engine="auto", **kwargs):
+        model = ShallowTransformer(heads, query="last", **kwargs)
+        return Objective.of(model, tokens, y, mask, engine=engine)
 
     assert objective().places is not None
+    assert objective(engine="eager").places is None
     assert objective(activation="erf").places is None
     assert objective(mask=mask).places is None
     assert relative(objective(mask=mask).loss_and_gradients(heads)[1],
